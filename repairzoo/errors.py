@@ -1,0 +1,28 @@
+"""The errors a user can meet. Each is also the built-in error it resembles."""
+
+
+class RepairZooError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UnknownName(RepairZooError, KeyError):
+    """A name that the registry does not hold; the message lists the nearest ones."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of its argument
+        return str(self.args[0]) if self.args else ""
+
+
+class InvalidInput(RepairZooError, ValueError):
+    """A prompt, an id, a budget or an option that cannot be used."""
+
+
+class InvalidArtifact(RepairZooError, ValueError):
+    """A config or weight file that is damaged, incomplete or contradicts itself."""
+
+
+class IncompatibleArtifact(RepairZooError, ValueError):
+    """A sound artifact that does not fit the target, backbone or block it is used with."""
+
+
+class UnsupportedTarget(RepairZooError, NotImplementedError):
+    """A target whose mathematics or cache this package cannot verify and roll back."""
