@@ -110,8 +110,8 @@ def read_header(path: str | Path) -> Header:
         (length,) = struct.unpack("<Q", prefix)
         if length > MAX_HEADER or 8 + length > size:
             raise InvalidArtifact(
-                f"{path}: the header claims {length} bytes in a file of {size}; it is truncated or no safetensors file; "
-                + FETCH
+                f"{path}: the header claims {length} bytes in a file of {size}; "
+                f"it is truncated or no safetensors file; {FETCH}"
             )
         raw = file.read(length)
     if len(raw) != length or not raw.startswith(b"{"):
@@ -142,7 +142,7 @@ def _entry(path: Path, name: str, value: object) -> Entry:
     needed = prod(shape) * DTYPES[dtype].itemsize
     if end - begin != needed:
         raise InvalidArtifact(
-            f"{where} needs {needed} bytes for {dtype} {shape} but its data_offsets {offsets} hold {end - begin}; {FETCH}"
+            f"{where} needs {needed} bytes for {dtype} {shape}, its data_offsets {offsets} hold {end - begin}; {FETCH}"
         )
     return Entry(DTYPES[dtype], tuple(shape), begin, end)
 
@@ -269,7 +269,7 @@ def write_safetensors(
         file.write(struct.pack("<Q", len(header)) + header)
         for name in order:
             flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+            file.write(flat.view(torch.uint8).numpy().data)
 
 
 def _rank(dtype: torch.dtype) -> int:
