@@ -1,0 +1,199 @@
+"""The sequential part, shared by all heads: slot by slot through stacked correctors, as a chain or as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .block import Corrector, DraftBlock, Pool
+from .errors import InvalidInput
+from .sampling import Law, at_least_float32, draw
+from .tree import TokenTree, from_candidates
+
+
+def walk(
+    block: DraftBlock,
+    correctors: Sequence[Corrector],
+    pool: Pool | None,
+    *,
+    law: Law | None = None,
+    u: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """One chain through the block; each slot sees the tokens chosen before it and no later ones.
+
+    Args:
+        block: ``B`` rows of ``S`` slots over ``V`` tokens.
+        correctors: applied in this order to the scores of every slot, which start as the base scores.
+        pool: candidates to choose from, or None for the whole vocabulary.
+        law: how scores become the sampling law q; None is temperature 1. Ignored without ``u``.
+        u: ``[B, S]`` float64 uniform numbers of the draft's own stream; None chooses the best score, first of equals.
+
+    Returns:
+        tokens ``[B, S]`` int64; the law q ``[B, S, V]`` they were drawn from (zero off the pool), None without ``u``; and
+        diagnostics: ``rank`` ``[B, S]`` (place in the pool, or the token id without one) and ``scores``, S tensors
+        ``[B, K]`` (or ``[B, V]``) that were chosen from.
+    """
+    law = law or Law(1.0)
+    base = _base_scores(block, pool)  # [B, S, K]
+    if not correctors:
+        if u is None:
+            rank, q = base.argmax(-1), None
+            tokens = _token(pool, slice(None), rank)
+        else:
+            q = _dense(block, pool, slice(None), law.probs(base))
+            tokens = draw(q, u)
+            rank = _rank(pool, slice(None), tokens)
+        return tokens, q, {"rank": rank, "scores": base.unbind(1)}
+
+    machine = _Stack(block, correctors, pool)
+    previous = block.anchor_ids[:, None]  # [B, 1]
+    tokens, laws, ranks, seen = [], [], [], []
+    for slot in range(block.slots):
+        scores = machine.step(slot, previous, base[:, slot : slot + 1])[:, 0]  # [B, K]
+        if u is None:
+            rank = scores.argmax(-1)
+            token = _token(pool, slot, rank)
+        else:
+            q = _dense(block, pool, slot, law.probs(scores))
+            token = draw(q, u[:, slot])
+            rank = _rank(pool, slot, token)
+            laws.append(q)
+        tokens.append(token)
+        ranks.append(rank)
+        seen.append(scores)
+        previous = token[:, None]
+    q = torch.stack(laws, 1) if laws else None
+    return torch.stack(tokens, 1), q, {"rank": torch.stack(ranks, 1), "scores": tuple(seen)}
+
+
+def best_first(
+    block: DraftBlock,
+    correctors: Sequence[Corrector],
+    pool: Pool | None,
+    nodes: int,
+    width: int | None = None,
+    branch: int | None = None,
+) -> TokenTree:
+    """The tree of the ``nodes`` prefixes with the highest cumulative conditional log-probability.
+
+    It is built level by level from a beam. That equals the best-first heap (DominoTree, DDTree) whenever ``width`` and ``branch`` do not bind: a
+    child is never likelier than its parent, so a prefix of depth d brings d - 1 ancestors along, and
+    no more than ``nodes - d + 1`` prefixes of that depth can be in the tree.
+
+    Args:
+        block: ``B`` rows of ``S`` slots.
+        correctors: as in ``walk``; the carry is forked with the prefixes.
+        pool: candidates of every slot, or None for the whole vocabulary. The pool's conditional probabilities are scaled to the mass
+            that the base gives the pool, so that depths compare as they would over the vocabulary.
+        nodes: budget, anchor excluded.
+        width: most prefixes kept per depth; 1 gives the chain of ``walk``.
+        branch: most children per prefix.
+
+    Raises:
+        InvalidInput: a budget below 1.
+    """
+    for name, value in (("nodes", nodes), ("width", width), ("branch", branch)):
+        if value is not None and value < 1:
+            raise InvalidInput(f"{name}={value}: a tree needs at least 1")
+    base = _base_scores(block, pool)  # [B, S, K]
+    B, K = base.shape[0], base.shape[2]
+    mass = base.logsumexp(-1).clamp_max(0) if pool is not None else None  # [B, S]
+    machine = _Stack(block, correctors, pool)
+    previous = block.anchor_ids[:, None]  # [B, W]
+    so_far = torch.zeros_like(previous, dtype=base.dtype)
+    tokens, parents, log_probs = [], [], []
+    for slot in range(min(block.slots, nodes)):
+        W = previous.shape[1]
+        scores = machine.step(slot, previous, base[:, slot : slot + 1].expand(B, W, K))
+        conditional = scores.log_softmax(-1)
+        if mass is not None:
+            conditional = conditional + mass[:, slot, None, None]
+        keep = min(nodes - slot, width or nodes)
+        children = min(K, keep, branch or K)
+        value, rank = _best(conditional, children, stable=pool is not None)  # [B, W, C]
+        value = (so_far[..., None] + value).flatten(1)  # [B, W * C]
+        so_far, place = value.sort(dim=1, descending=True, stable=True)
+        so_far, place = so_far[:, :keep], place[:, :keep]  # [B, W']
+        parent = place // children
+        previous = _token(pool, slot, rank.flatten(1).gather(1, place))
+        machine.fork(parent)
+        tokens.append(previous)
+        parents.append(parent)
+        log_probs.append(so_far)
+    return from_candidates(block.anchor_ids, tokens, parents, log_probs, nodes)
+
+
+def fork(carry: Any, index: Tensor) -> Any:
+    """The carry of the prefixes ``index [B, W']``: every tensor ``[B, W, ...]`` of the pytree gathered along axis 1."""
+    if isinstance(carry, Tensor):
+        shape = (*index.shape, *carry.shape[2:])
+        return carry.gather(1, index.reshape(*index.shape, *[1] * (carry.dim() - 2)).expand(shape))
+    if carry is None:
+        return None
+    if isinstance(carry, dict):
+        return {key: fork(value, index) for key, value in carry.items()}
+    if isinstance(carry, tuple) and hasattr(carry, "_fields"):
+        return type(carry)(*(fork(value, index) for value in carry))
+    if isinstance(carry, (tuple, list)):
+        return type(carry)(fork(value, index) for value in carry)
+    raise TypeError(f"a carry is a tensor, tuple, list, dict or None, not {type(carry).__name__}")
+
+
+class _Stack:
+    """The correctors of one block with what they prepared and carry."""
+
+    def __init__(self, block: DraftBlock, correctors: Sequence[Corrector], pool: Pool | None) -> None:
+        self.correctors = list(correctors)
+        self.prepared = [c.prepare(block, pool) for c in self.correctors]
+        self.carries = [c.start(block) for c in self.correctors]
+
+    def step(self, slot: int, previous: Tensor, scores: Tensor) -> Tensor:
+        for i, corrector in enumerate(self.correctors):
+            scores, self.carries[i] = corrector.step(self.prepared[i], self.carries[i], slot, previous, scores)
+        return scores
+
+    def fork(self, index: Tensor) -> None:
+        self.carries = [fork(carry, index) for carry in self.carries]
+
+
+def _base_scores(block: DraftBlock, pool: Pool | None) -> Tensor:
+    return at_least_float32(block.logits if pool is None else pool.log_probs)
+
+
+def _token(pool: Pool | None, slot: int | slice, rank: Tensor) -> Tensor:
+    """Token ids of ranks ``[B, ...]``; without a pool a rank is the id."""
+    if pool is None:
+        return rank
+    ids = pool.ids[:, slot]
+    if rank.dim() == ids.dim():
+        return ids.gather(-1, rank)
+    return ids.gather(-1, rank[..., None])[..., 0]
+
+
+def _rank(pool: Pool | None, slot: int | slice, token: Tensor) -> Tensor:
+    if pool is None:
+        return token
+    return (pool.ids[:, slot] == token[..., None]).to(torch.uint8).argmax(-1)
+
+
+def _dense(block: DraftBlock, pool: Pool | None, slot: int | slice, probs: Tensor) -> Tensor:
+    """Probabilities of the pool's rows as a law over the vocabulary."""
+    if pool is None:
+        return probs
+    law = probs.new_zeros((*probs.shape[:-1], block.logits.shape[-1]))
+    return law.scatter(-1, pool.ids[:, slot], probs)
+
+
+def _best(scores: Tensor, count: int, stable: bool) -> tuple[Tensor, Tensor]:
+    """The ``count`` best of the last axis, best first; equals by lower index (over a vocabulary: only for the first)."""
+    if stable:
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    else:
+        # sorting a vocabulary is too slow and topk leaves the order of equals open; the argmax must be the walk's
+        top = scores.argmax(-1, keepdim=True)
+        rest = scores.scatter(-1, top, float("-inf")).topk(count - 1, dim=-1).indices
+        order = torch.cat([top, rest], -1)
+    return scores.gather(-1, order), order
