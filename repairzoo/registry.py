@@ -63,13 +63,16 @@ class Entry:
             return getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise InvalidArtifact(
-                f"the {self.kind} {self.name!r} of {self.source} names {self.location!r}, which cannot be imported: {error}"
+                f"the {self.kind} {self.name!r} of {self.source} is {self.location!r}, which cannot be imported: {error}"
             ) from error
 
     def folder(self) -> Path:
         """The folder of the method's package, found without importing the method."""
         module = (self.location or "").partition(":")[0]
-        spec = find_spec(module) if module else None
+        try:
+            spec = find_spec(module) if module else None
+        except ModuleNotFoundError:
+            spec = None
         if spec is None or spec.origin is None:
             raise InvalidArtifact(f"the {self.kind} {self.name!r} of {self.source} has no folder: no module {module!r}")
         return Path(spec.origin).parent
@@ -80,7 +83,8 @@ class Pair:
     """A backbone and a head with weights for one target.
 
     Attributes:
-        weights: for ``"backbone"`` and, unless the head is ``none``, ``"head"``: a folder name or ``hf:owner/name@revision``.
+        weights: for ``"backbone"`` and, unless the head is ``none``, ``"head"``: the name of a folder inside the
+            method's own, or ``hf:owner/name@revision``.
         trained: ``"frozen"``, ``"joint"`` or None without a head.
         parameters: number of parameters of each.
         figures: measured values with ``raw``, the result file they come from.
@@ -149,7 +153,8 @@ class Registry:
         known = "; ".join(pair.names() for pair in self.pairs if pair.target == target) or "none"
         raise IncompatibleArtifact(
             f"no weights for backbone {backbone!r} with head {head!r} and target {target!r}. "
-            f"Combinations with weights for this target: {known}. Train it (repairzoo train) or give folders instead of names"
+            f"Combinations with weights for this target: {known}. "
+            "Train it (repairzoo train), or give folders instead of names"
         )
 
     def weights(self, pair: Pair, kind: str) -> Path | str:
@@ -162,8 +167,8 @@ def unknown(kind: str, name: str, names: Iterable[str]) -> UnknownName:
     """The error for a name that does not exist: the nearest one, and all."""
     names = list(names)
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return UnknownName(f"unknown {kind} {name!r}{hint} there {'is' if len(names) == 1 else 'are'}: {', '.join(names)}")
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UnknownName(f"unknown {kind} {name!r}: {hint}choose from {', '.join(names) or 'nothing'}")
 
 
 def registry_file() -> Path:
