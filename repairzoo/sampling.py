@@ -15,7 +15,7 @@ from torch import Tensor
 from .errors import InvalidInput
 
 _MASK64 = (1 << 64) - 1
-_LOWEST_TEMPERATURE = 1e-30  # its reciprocal must be finite in float32
+_LOWEST_TEMPERATURE = 1e-30  # logits / temperature must stay finite in float32
 
 
 class Stream(IntEnum):
@@ -104,7 +104,8 @@ class Law:
     Order and keep rules are those of Hugging Face transformers' ``generate``. ``None`` turns a filter off.
 
     Attributes:
-        temperature: 0 means greedy (all mass on the argmax, first of equals); otherwise at least 1e-30.
+        temperature: 0 means greedy (all mass on the argmax, first of equals; filters then change nothing); otherwise at
+            least 1e-30.
         top_k: keep the ``top_k`` likeliest tokens and those equal to the last of them; at least 1.
         top_p: drop the likeliest-last tail whose mass is at most ``1 - top_p``; in ``(0, 1]``.
         min_p: drop tokens less likely than ``min_p`` times the likeliest; in ``[0, 1]``.
@@ -121,7 +122,9 @@ class Law:
     def __post_init__(self) -> None:
         t = _number("temperature", self.temperature)
         if not (t == 0 or _LOWEST_TEMPERATURE <= t < math.inf):
-            raise InvalidInput(f"temperature={self.temperature!r}: give 0 (greedy) or a finite number above 0")
+            raise InvalidInput(
+                f"temperature={self.temperature!r}: give 0 (greedy) or a number from 1e-30 to infinity, exclusive"
+            )
         k = self.top_k
         if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
             raise InvalidInput(f"top_k={k!r}: give an integer of at least 1, or None to keep every token")
@@ -142,8 +145,7 @@ class Law:
         logits = at_least_float32(logits)
         if self.greedy:
             return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-        # the maximum goes first: a small temperature would otherwise overflow
-        scores = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        scores = logits / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             last = scores.topk(self.top_k, -1).values[..., -1:]
             scores = scores.masked_fill(scores < last, -math.inf)

@@ -15,8 +15,8 @@ from .errors import InvalidInput
 class TokenTree:
     """Draft tokens as a tree below the anchor, for ``B`` rows of ``M`` nodes.
 
-    A parent comes before its children; siblings carry different tokens. Padding nodes are not ``valid``, have parent -1 and depth 0, and
-    are nobody's parent.
+    A parent comes before its children; siblings carry different tokens. Padding nodes are not ``valid``, carry some
+    real token, have parent -1 and depth 0, and are nobody's parent.
 
     Attributes:
         tokens: ``[B, M]`` int64; node 0 is the anchor.
@@ -74,9 +74,9 @@ def from_candidates(
 ) -> TokenTree:
     """The ``nodes`` likeliest prefixes among the beams of every depth, closed under ancestors.
 
-    A child is never likelier than its parent (it is clamped to that), and equals go to the shallower one, then to the lower beam
-    index, so the best ``nodes`` prefixes contain all their ancestors. Nodes are in that order: the first n + 1 nodes are
-    the tree of budget n (best-first, as in DDTree; spec/heads.md section 5.1).
+    A child is never likelier than its parent (it is clamped to that), and equals go to the shallower one, then to the
+    lower beam index, so the best ``nodes`` prefixes contain all their ancestors. Nodes are in that order, the order in
+    which a best-first heap pops them (DDTree): the first n + 1 nodes are the tree of budget n.
 
     Args:
         anchor: ``[B]`` int64.
@@ -123,7 +123,10 @@ def from_candidates(
 
 
 def check(tree: TokenTree) -> None:
-    """Raise ``InvalidInput`` naming the row and node that breaks an invariant. Reads the host: for tests and debugging."""
+    """Raise ``InvalidInput`` naming the row and node that breaks an invariant.
+
+    It reads tensors on the host: for tests and debugging, never inside a round.
+    """
     shape = tree.tokens.shape
     for name in ("parents", "depths", "valid"):
         if getattr(tree, name).shape != shape:

@@ -1,4 +1,4 @@
-"""The acceptance rules. Each leaves the committed tokens exactly with the target's law (spec/heads.md, section 6)."""
+"""The acceptance rules. Each commits tokens that have exactly the target's law, whatever was proposed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Acceptance:
 
     Attributes:
         count: ``[B]`` int64, accepted draft tokens.
-        path: ``[B, D + 1]`` int64, node indices from the anchor (``path[:, 0] == 0``); after the last accepted node that node repeats.
+        path: ``[B, D + 1]`` int64, node indices from the anchor (``path[:, 0] == 0``); after the last accepted
+            node that node repeats.
         bonus: ``[B]`` int64, the token emitted after the path.
     """
 
@@ -29,9 +30,11 @@ class Acceptance:
 def target_first(choice: Tensor, tree: TokenTree) -> Acceptance:
     """Walk down the tree along the tokens that the target chose itself.
 
-    At each node the target's token is fixed first; if a child carries it the walk goes there, otherwise that token is emitted. Exact for
-    every tree that was built without looking at these choices, drafted greedily or sampled, and greedy at temperature 0
-    (Lemmas A and C). One choice per node: separate draws for paths that share a node would be biased.
+    At each node the target's token is fixed first; if a child carries it the walk goes there, otherwise that token is
+    emitted. Every committed token is thus a fresh target draw given its prefix: exact for every tree that was built
+    without looking at these choices, drafted greedily or sampled, and greedy when the choices are. One choice per node:
+    separate draws for paths that share a node, keeping the longest, would be biased. Should siblings carry equal
+    tokens, the first is taken.
 
     Args:
         choice: ``[B, M]`` int64, drawn from the target's processed law after each node, or its argmax.
@@ -52,7 +55,7 @@ def target_first(choice: Tensor, tree: TokenTree) -> Acceptance:
 def ratio(
     p: Tensor, q: Tensor, tokens: Tensor, keep: Tensor | None, u_accept: Tensor, u_residual: Tensor
 ) -> Acceptance:
-    """Speculative sampling of a chain (Leviathan et al. 2023; Chen et al. 2023; Lemma B).
+    """Speculative sampling of a chain (Leviathan et al. 2023, algorithm 1; Chen et al. 2023).
 
     Token x is accepted iff ``u q(x) < p(x)``; the first rejected one is replaced by a draw from ``(p - q)+``. The
     comparison is strict, so that a token the target excludes is refused even at ``u == 0``.
@@ -62,7 +65,7 @@ def ratio(
         q: ``[B, S, V]`` the very tensor that ``tokens`` were drawn from.
         tokens: ``[B, S]`` int64.
         keep: ``[B, S]`` bool, or None for all. The decision to drop token i may depend on tokens before i only;
-            a chain cut short this way continues with a draw from p (Lemma E).
+            a chain cut short this way continues with a draw from p.
         u_accept: ``[B, S]`` in ``[0, 1)``.
         u_residual: ``[B]`` in ``[0, 1)``, independent of ``u_accept`` and of what drew ``tokens``.
     """

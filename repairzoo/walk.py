@@ -32,9 +32,9 @@ def walk(
         u: ``[B, S]`` float64 uniform numbers of the draft's own stream; None chooses the best score, first of equals.
 
     Returns:
-        tokens ``[B, S]`` int64; the law q ``[B, S, V]`` they were drawn from (zero off the pool), None without ``u``; and
-        diagnostics: ``rank`` ``[B, S]`` (place in the pool, or the token id without one) and ``scores``, S tensors
-        ``[B, K]`` (or ``[B, V]``) that were chosen from.
+        tokens ``[B, S]`` int64; the law q ``[B, S, V]`` they were drawn from (zero off the pool), None without
+        ``u``; and diagnostics: ``rank`` ``[B, S]`` (place in the pool, or the token id without one) and ``scores``, S
+        tensors ``[B, K]`` (or ``[B, V]``) that were chosen from.
     """
     law = law or Law(1.0)
     base = _base_scores(block, pool)  # [B, S, K]
@@ -79,15 +79,15 @@ def best_first(
 ) -> TokenTree:
     """The tree of the ``nodes`` prefixes with the highest cumulative conditional log-probability.
 
-    It is built level by level from a beam. That equals the best-first heap (DominoTree, DDTree) whenever ``width`` and ``branch`` do not bind: a
-    child is never likelier than its parent, so a prefix of depth d brings d - 1 ancestors along, and
-    no more than ``nodes - d + 1`` prefixes of that depth can be in the tree.
+    It is built level by level from a beam, yet equals the best-first heap (DDTree, DominoTree) when ``width`` and
+    ``branch`` do not bind: a child is never likelier than its parent, so a prefix of depth d brings d - 1 ancestors
+    along, and at most ``nodes - d + 1`` prefixes of that depth can be in the tree.
 
     Args:
         block: ``B`` rows of ``S`` slots.
         correctors: as in ``walk``; the carry is forked with the prefixes.
-        pool: candidates of every slot, or None for the whole vocabulary. The pool's conditional probabilities are scaled to the mass
-            that the base gives the pool, so that depths compare as they would over the vocabulary.
+        pool: candidates of every slot, or None for the whole vocabulary. Conditional probabilities on a pool are scaled
+            to the mass that the base gives the pool, so that depths compare as they would over the vocabulary.
         nodes: budget, anchor excluded.
         width: most prefixes kept per depth; 1 gives the chain of ``walk``.
         branch: most children per prefix.
@@ -105,21 +105,26 @@ def best_first(
     previous = block.anchor_ids[:, None]  # [B, W]
     so_far = torch.zeros_like(previous, dtype=base.dtype)
     tokens, parents, log_probs = [], [], []
-    for slot in range(min(block.slots, nodes)):
+    height = min(block.slots, nodes)
+    for slot in range(height):
         W = previous.shape[1]
-        scores = machine.step(slot, previous, base[:, slot : slot + 1].expand(B, W, K))
+        scores = base[:, slot : slot + 1]  # [B, 1, K]: without correctors all prefixes share it
+        if correctors:
+            scores = machine.step(slot, previous, scores.expand(B, W, K))
         conditional = scores.log_softmax(-1)
         if mass is not None:
             conditional = conditional + mass[:, slot, None, None]
         keep = min(nodes - slot, width or nodes)
         children = min(K, keep, branch or K)
-        value, rank = _best(conditional, children, stable=pool is not None)  # [B, W, C]
+        value, rank = _best(conditional, children, stable=pool is not None)
         value = (so_far[..., None] + value).flatten(1)  # [B, W * C]
+        rank = rank.expand(B, W, children).flatten(1)
         so_far, place = value.sort(dim=1, descending=True, stable=True)
         so_far, place = so_far[:, :keep], place[:, :keep]  # [B, W']
         parent = place // children
-        previous = _token(pool, slot, rank.flatten(1).gather(1, place))
-        machine.fork(parent)
+        previous = _token(pool, slot, rank.gather(1, place))
+        if slot + 1 < height:
+            machine.fork(parent)
         tokens.append(previous)
         parents.append(parent)
         log_probs.append(so_far)
@@ -188,12 +193,13 @@ def _dense(block: DraftBlock, pool: Pool | None, slot: int | slice, probs: Tenso
 
 
 def _best(scores: Tensor, count: int, stable: bool) -> tuple[Tensor, Tensor]:
-    """The ``count`` best of the last axis, best first; equals by lower index (over a vocabulary: only for the first)."""
+    """Values and indices of the ``count`` best of the last axis, best first; equals by lower index if ``stable``."""
     if stable:
         order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     else:
         # sorting a vocabulary is too slow and topk leaves the order of equals open; the argmax must be the walk's
         top = scores.argmax(-1, keepdim=True)
-        rest = scores.scatter(-1, top, float("-inf")).topk(count - 1, dim=-1).indices
-        order = torch.cat([top, rest], -1)
+        rest = scores.scatter(-1, top, float("-inf")).topk(count - 1, dim=-1)
+        # values of the masked scores: where nothing finite is left, the top may come again, and must not count twice
+        return torch.cat([scores.gather(-1, top), rest.values], -1), torch.cat([top, rest.indices], -1)
     return scores.gather(-1, order), order
