@@ -1,0 +1,461 @@
+"""DeLS: a short-context expert whose logits are added to those of a parallel draft (arXiv 2607.07409)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from repairzoo.block import DraftBlock, Pool
+from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
+
+SCHEMA_VERSION = 1
+SLOT_CONVENTION = "anchor_plus_1"  # slot i predicts the token at anchor position + 1 + i
+TABLE_BYTES = 256 * 2**20  # the vocabulary-wide table of GRU input gates is cached up to this size
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+Prepared = tuple[()] | tuple[Tensor, Tensor]
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeLSConfig:
+    """What a DeLS head is; it validates itself and raises ``InvalidArtifact`` naming the key.
+
+    Where the vectors that enter and leave the recurrence come from is stated, not inferred from tensor names:
+    ``input_table`` is ``"target"`` (the frozen embedding, width ``hidden_size``), ``"factored"`` (the frozen embedding
+    times ``down``, width ``input_rank``) or ``"vocabulary"`` (a table of the head's own, width ``input_rank``);
+    ``output_table`` is ``"target"`` (``up`` followed by the frozen output head) or ``"vocabulary"`` (``readout``).
+    """
+
+    # structure
+    variant: str  # "gru" or "markov"
+    rank: int  # width R of the readout
+    hidden: int | None = None  # GRU width G; None for Markov
+    input_table: str = "factored"
+    input_rank: int | None = 256  # width I of the vectors that enter; None when input_table is "target"
+    output_table: str = "target"
+    activation: str = "silu"  # on the rank state: "silu" or "identity"
+    # fusion
+    alpha: float = 0.3  # weight of the local logits
+    beta: float = 0.3  # weight of the log unigram prior that is divided out
+    pure_draft_prefix_len: int = 0  # this many first slots keep their scores; the GRU still consumes their tokens
+    anchor_input: bool = True  # False: the first token consumed is that of slot 0 (the released decode loop)
+    # block and target
+    block_size: int  # longest training window, anchor included
+    slot_convention: str = SLOT_CONVENTION
+    mask_token_id: int | None = None  # not used by this head
+    tapped_layers: tuple[int, ...] | None = None  # not used by this head
+    pool_size: int | None = None  # None: any pool, or the whole vocabulary
+    vocab_size: int
+    padded_vocab_size: int
+    hidden_size: int
+    dtype: str = "float32"  # of the stored weights; the prior is always float32
+    target_id: str
+    target_revision: str | None = None
+
+    def __post_init__(self) -> None:
+        markov = self.variant == "markov"
+        factored = self.input_table != "target"
+        checks: list[tuple[str, bool, str]] = [
+            ("variant", self.variant in ("gru", "markov"), '"gru" or "markov"'),
+            ("rank", _is_int(self.rank, 1), "a positive integer"),
+            ("hidden", self.hidden is None if markov else _is_int(self.hidden, 1),
+             "null for Markov, the GRU width otherwise"),
+            ("input_table", self.input_table in (("factored", "vocabulary") if markov
+                                                 else ("target", "factored", "vocabulary")),
+             '"factored" or "vocabulary"' + ("" if markov else ' or "target"')),
+            ("input_rank", _is_int(self.input_rank, 1) if factored else self.input_rank is None,
+             'a positive integer, or null with input_table "target"'),
+            ("input_rank", not markov or self.input_rank == self.rank, "the rank, for Markov"),
+            ("output_table", self.output_table in ("target", "vocabulary"), '"target" or "vocabulary"'),
+            ("activation", self.activation in (("identity",) if markov else ("silu", "identity")),
+             '"identity"' + ("" if markov else ' or "silu"')),
+            ("alpha", _is_real(self.alpha), "a finite number"),
+            ("beta", _is_real(self.beta), "a finite number"),
+            ("block_size", _is_int(self.block_size, 2), "an integer of at least 2"),
+            ("pure_draft_prefix_len", _is_int(self.pure_draft_prefix_len, 0), "a non-negative integer"),
+            ("anchor_input", isinstance(self.anchor_input, bool), "true or false"),
+            ("anchor_input", self.anchor_input is not False or self.pure_draft_prefix_len != 0,
+             "true when pure_draft_prefix_len is 0: slot 0 has nothing but the anchor to look at"),
+            ("slot_convention", self.slot_convention == SLOT_CONVENTION, f'"{SLOT_CONVENTION}"'),
+            ("mask_token_id", self.mask_token_id is None or _is_int(self.mask_token_id, 0), "a token id or null"),
+            ("tapped_layers", self.tapped_layers is None, "null (this head reads no target features)"),
+            ("pool_size", self.pool_size is None or _is_int(self.pool_size, 1), "a positive integer or null"),
+            ("vocab_size", _is_int(self.vocab_size, 1), "a positive integer"),
+            ("padded_vocab_size", _is_int(self.padded_vocab_size, 1)
+             and self.padded_vocab_size >= self.vocab_size, "an integer of at least vocab_size"),
+            ("hidden_size", _is_int(self.hidden_size, 1), "a positive integer"),
+            ("dtype", self.dtype in DTYPES, f"one of {sorted(DTYPES)}"),
+            ("target.id", isinstance(self.target_id, str) and self.target_id != "", "a Hub id or a folder name"),
+            ("target.revision", self.target_revision is None or isinstance(self.target_revision, str),
+             "a commit or null"),
+        ]  # fmt: skip
+        for key, ok, expected in checks:
+            if not ok:
+                value = getattr(self, key.replace(".", "_"))
+                raise InvalidArtifact(f"dels config: {key} is {value!r}; expected {expected}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every trained tensor (the prior, ``log_prior [V]`` float32, comes on top)."""
+        width = self.input_rank or self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.input_table == "factored":
+            shapes["down"] = (width, self.hidden_size)
+        elif self.input_table == "vocabulary":
+            shapes["table"] = (self.vocab_size, width)
+        if self.hidden is not None:
+            shapes["gru_input"] = (3 * self.hidden, width)  # rows in the order r, z, n
+            shapes["gru_hidden"] = (3 * self.hidden, self.hidden)
+            shapes["rank_proj"] = (self.rank, self.hidden)
+        if self.output_table == "target":
+            shapes["up"] = (self.hidden_size, self.rank)
+        else:
+            shapes["readout"] = (self.vocab_size, self.rank)
+        return shapes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``config.json``."""
+        data = {"schema_version": SCHEMA_VERSION, "kind": "dels"} | asdict(self)
+        data["target"] = {"id": data.pop("target_id"), "revision": data.pop("target_revision")}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> DeLSConfig:
+        """The inverse of ``to_dict``. Strict: every key is required and no other is allowed.
+
+        Raises:
+            InvalidArtifact: names the key and ``source``.
+        """
+        own = [f.name for f in fields(cls) if not f.name.startswith("target_")]
+        expected = ["schema_version", "kind", *own, "target"]
+        for key in expected:
+            if key not in data:
+                raise InvalidArtifact(f"{source}: the key {key!r} is missing; nothing is guessed, so state it")
+        for key in data:
+            if key not in expected:
+                raise InvalidArtifact(f"{source}: unknown key {key!r}; a dels config holds {', '.join(expected)}")
+        if data["schema_version"] != SCHEMA_VERSION or isinstance(data["schema_version"], bool):
+            raise InvalidArtifact(
+                f"{source}: schema_version is {data['schema_version']!r}; this version reads {SCHEMA_VERSION}"
+            )
+        if data["kind"] != "dels":
+            raise InvalidArtifact(f"{source}: kind is {data['kind']!r}; expected 'dels'")
+        target = data["target"]
+        if not isinstance(target, Mapping) or set(target) != {"id", "revision"}:
+            raise InvalidArtifact(f"{source}: target is {target!r}; expected an object with exactly id and revision")
+        try:
+            return cls(**{k: data[k] for k in own}, target_id=target["id"], target_revision=target["revision"])
+        except InvalidArtifact as error:
+            raise InvalidArtifact(f"{source}: {error}") from None
+
+
+@dataclass(slots=True)
+class _Bound:
+    """Everything that depends on the weights and on the target, but on no token."""
+
+    key: tuple[Any, ...]
+    embedding: Tensor  # [V, D]; held, so that its address can't be given to another tensor
+    output_weight: Tensor  # [V, D]
+    source: Tensor  # [V, X] rows looked up by token
+    fold: Tensor | None  # [3G, X] input projection still to be applied to a row
+    readout: Tensor  # [V, R]
+
+
+class DeLS(nn.Module):
+    """The DeLS head, a corrector (``repairzoo.block.Corrector``): GRU or Markov local expert with a unigram prior.
+
+    ``scores + alpha * local_logits - beta * log_prior`` (arXiv 2607.07409; the fusion of its two experts), where the
+    local logits of slot i see the anchor and the tokens chosen at slots before i, and nothing else. The carry is the
+    GRU state ``[B, W, G]`` (float32; width 0 for Markov). A new head has a zero readout: its local logits are zero.
+
+    Args:
+        config: structure, fusion weights and the target it belongs to.
+        generator: source of the initial weights.
+    """
+
+    down: nn.Parameter
+    table: nn.Parameter
+    gru_input: nn.Parameter
+    gru_hidden: nn.Parameter
+    rank_proj: nn.Parameter
+    up: nn.Parameter
+    readout: nn.Parameter
+    log_prior: Tensor
+
+    def __init__(self, config: DeLSConfig, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self._bound: _Bound | None = None
+        for name, shape in config.shapes().items():
+            value = torch.zeros(shape, dtype=config.torch_dtype)
+            if name not in ("up", "readout"):
+                # nn.GRU and nn.Linear start alike: uniform within 1/sqrt(fan); a table has unit rows
+                bound = 1 / math.sqrt(config.hidden if name.startswith("gru") and config.hidden else shape[-1])
+                value.uniform_(-bound, bound, generator=generator)
+            self.register_parameter(name, nn.Parameter(value))
+        self.register_buffer("log_prior", torch.zeros(config.vocab_size))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DeLS:
+        prior = self.log_prior
+        super()._apply(fn, recurse)
+        self.log_prior = prior.to(self.log_prior.device)  # half precision would round the prior
+        return self
+
+    # ---- weights in and out
+
+    def set_prior(self, counts: Tensor, smoothing: float = 1.0) -> None:
+        """Set the prior from token counts ``[<= V]``; see ``log_prior_from_counts``."""
+        self.log_prior.copy_(log_prior_from_counts(counts, self.config.vocab_size, smoothing))
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Tensors to store: those of ``config.shapes()`` in the configured dtype, and ``log_prior`` in float32."""
+        dtype = self.config.torch_dtype
+        tensors = {n: self.get_parameter(n).detach().to("cpu", dtype).contiguous() for n in self.config.shapes()}
+        return tensors | {"log_prior": self.log_prior.detach().to("cpu", torch.float32).contiguous()}
+
+    @classmethod
+    def from_config_and_tensors(
+        cls, config: DeLSConfig | Mapping[str, Any], tensors: Mapping[str, Tensor], source: str = "head.safetensors"
+    ) -> DeLS:
+        """The head with exactly these weights.
+
+        Raises:
+            InvalidArtifact: a missing or unknown tensor, a wrong shape or dtype, a value that is not finite.
+        """
+        if not isinstance(config, DeLSConfig):
+            config = DeLSConfig.from_dict(config)
+        shapes = config.shapes() | {"log_prior": (config.vocab_size,)}
+        if missing := sorted(set(shapes) - set(tensors)):
+            raise InvalidArtifact(f"{source}: missing tensor {missing[0]!r}, which the config calls for")
+        if unknown := sorted(set(tensors) - set(shapes)):
+            raise InvalidArtifact(f"{source}: unknown tensor {unknown[0]!r}; expected {', '.join(sorted(shapes))}")
+        for name, shape in shapes.items():
+            tensor, dtype = tensors[name], torch.float32 if name == "log_prior" else config.torch_dtype
+            if tuple(tensor.shape) != shape:
+                raise InvalidArtifact(f"{source}: {name} has shape {list(tensor.shape)}; the config says {list(shape)}")
+            if tensor.dtype != dtype:
+                raise InvalidArtifact(f"{source}: {name} is {tensor.dtype}; the config says {dtype}")
+            if not tensor.isfinite().all():
+                raise InvalidArtifact(f"{source}: {name} holds a value that is not finite")
+        head = cls(config)
+        head.load_state_dict(dict(tensors), strict=True)
+        return head.eval()
+
+    @torch.no_grad()
+    def merged(self, embedding: Tensor, output_weight: Tensor) -> DeLS:
+        """The same head with its products with the target's tables carried out: ``readout [V, R]``, ``table [V, I]``.
+
+        A head whose GRU reads the frozen embedding itself keeps doing so (its table would be a copy of it).
+        """
+        bound = self.bind(embedding, output_weight)
+        config, tensors = self.config, self.state_tensors()
+        if config.output_table == "target":
+            config = replace(config, output_table="vocabulary")
+            del tensors["up"]
+            tensors["readout"] = bound.readout
+        if config.input_table == "factored":
+            config = replace(config, input_table="vocabulary")
+            tensors["table"] = self._fold(bound.embedding, tensors.pop("down").to(bound.embedding.device))
+        tensors = {n: t.to("cpu", config.torch_dtype if n != "log_prior" else t.dtype) for n, t in tensors.items()}
+        return self.from_config_and_tensors(config, tensors).to(self.log_prior.device)
+
+    # ---- binding to a target
+
+    @torch.no_grad()
+    def bind(self, embedding: Tensor, output_weight: Tensor) -> _Bound:
+        """Precompute the tables that depend on the target; a second call with the same tensors costs nothing.
+
+        ``prepare`` calls it. Call it beforehand where the first ``prepare`` is captured into a graph. Tables are made
+        anew after the head's weights have changed. The target's tensors are only read.
+
+        Args:
+            embedding: ``[V, D]`` frozen input embedding, with ``vocab_size`` or ``padded_vocab_size`` rows.
+            output_weight: ``[V, D]`` frozen output head.
+
+        Raises:
+            IncompatibleArtifact: the target has another vocabulary or hidden size than the config states.
+        """
+        weights = [self.get_parameter(n) for n in self.config.shapes()]
+        key = tuple(
+            (t.data_ptr(), tuple(t.shape), t.dtype, t.device) for t in (embedding, output_weight)
+        ) + tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)  # fmt: skip
+        if self._bound is not None and self._bound.key == key:
+            return self._bound
+        c, dtype = self.config, weights[0].dtype
+        for name, tensor in (("input embedding", embedding), ("output head", output_weight)):
+            if tensor.shape[0] not in (c.vocab_size, c.padded_vocab_size) or tensor.shape[1] != c.hidden_size:
+                raise IncompatibleArtifact(
+                    f"dels head for {c.target_id}: the target's {name} is {list(tensor.shape)}, the head was made for "
+                    f"vocab_size {c.vocab_size} (padded {c.padded_vocab_size}) and hidden_size {c.hidden_size}; "
+                    "load a head for this target"
+                )
+        embedding, output_weight = embedding.detach()[: c.vocab_size], output_weight.detach()[: c.vocab_size]
+        source, fold = embedding, None
+        if c.input_table == "vocabulary":
+            source = self.table.detach()
+        elif c.input_table == "factored":
+            fold = self.down.detach()
+        if c.variant == "gru":
+            fold = self.gru_input.detach() if fold is None else _product(self.gru_input.detach(), fold)
+            fold = fold.to(dtype)
+        small = c.variant == "markov" or c.vocab_size * 3 * (c.hidden or 0) * dtype.itemsize <= TABLE_BYTES
+        if fold is not None and small:
+            source, fold = self._fold(source, fold), None
+        readout = self.readout.detach() if c.output_table == "vocabulary" else self._fold(output_weight, self.up.T)
+        self._bound = _Bound(key, embedding, output_weight, source, fold, readout)
+        return self._bound
+
+    def _fold(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        """``rows [V, D] @ matrix.T [D, X]`` in at least float32, in the dtype of the weights."""
+        return _product(rows, matrix.detach().T).to(next(self.parameters()).dtype)
+
+    # ---- the corrector
+
+    def prepare(self, block: DraftBlock, pool: Pool | None) -> Prepared:
+        """Readout rows ``[B, S, K, R]`` and log-prior ``[B, S, K]`` of the pool; nothing for the whole vocabulary.
+
+        Raises:
+            IncompatibleArtifact: the block's vocabulary or the target isn't the one this head was made for.
+        """
+        bound = self.bind(block.embedding, block.output_weight)
+        if block.logits.shape[-1] != self.config.vocab_size:
+            raise IncompatibleArtifact(
+                f"dels head for {self.config.target_id}: the draft has {block.logits.shape[-1]} logits a slot, "
+                f"the head vocab_size {self.config.vocab_size}"
+            )
+        if pool is None:
+            return ()
+        return F.embedding(pool.ids, bound.readout), self.log_prior[pool.ids]
+
+    def start(self, block: DraftBlock) -> Tensor:
+        """The zero state ``[B, 1, G]``: it is reset every block."""
+        dtype = _working(next(self.parameters()).dtype)
+        return torch.zeros(len(block.anchor_ids), 1, self.config.hidden or 0, dtype=dtype, device=block.logits.device)
+
+    @torch.no_grad()
+    def step(
+        self, prepared: Prepared, carry: Tensor, slot: int, previous: Tensor, scores: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One slot for ``W`` prefixes; see ``Corrector.step``. ``carry`` and the result are ``[B, W, G]``."""
+        c, bound = self.config, self._bound
+        if bound is None:
+            raise InvalidInput("dels: step was called before prepare or bind")
+        if slot > 0 or c.anchor_input:
+            carry, state = self._consume(bound, previous, carry)
+            if slot >= c.pure_draft_prefix_len and (c.alpha or c.beta):
+                rows, prior = (bound.readout, self.log_prior) if not prepared else (p[:, slot] for p in prepared)
+                local = (state @ rows.transpose(-1, -2)).to(scores.dtype)  # [B, W, K]
+                prior = prior.unsqueeze(-2) if prepared else prior  # [B, 1, K] or [V]
+                # subtracting +0.0 changes no bit of any score, adding it would turn -0.0 into +0.0
+                return scores - ((c.beta * prior.to(scores.dtype) if c.beta else 0.0) - c.alpha * local), carry
+        return scores, carry
+
+    def _consume(self, bound: _Bound, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
+        """State after ``tokens [B, W]`` and the rank state ``[B, W, R]`` read from it."""
+        inputs = F.embedding(tokens, bound.source)
+        if bound.fold is not None:
+            inputs = inputs.to(bound.fold.dtype) @ bound.fold.T
+        if self.config.variant == "markov":
+            return carry, inputs
+        carry = self._gru(inputs, carry)
+        return carry, self._rank_state(carry)
+
+    def _gru(self, inputs: Tensor, state: Tensor) -> Tensor:
+        """One bias-free GRU step, gates r, z, n as in ``nn.GRU``; ``inputs [..., 3G]`` are already projected."""
+        from_state = (state.to(self.gru_hidden.dtype) @ self.gru_hidden.T).to(state.dtype)
+        reset_x, update_x, new_x = inputs.to(state.dtype).chunk(3, -1)
+        reset_h, update_h, new_h = from_state.chunk(3, -1)
+        update = torch.sigmoid(update_x + update_h)
+        new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+        return (1 - update) * new + update * state
+
+    def _rank_state(self, state: Tensor) -> Tensor:
+        rank = (state.to(self.rank_proj.dtype) @ self.rank_proj.T).to(state.dtype)
+        return (F.silu(rank) if self.config.activation == "silu" else rank).to(self.rank_proj.dtype)
+
+    # ---- teacher forcing
+
+    def local_logits(self, tokens: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Local logits along given tokens, differentiable in the head's weights; needs ``bind`` first.
+
+        Row ``t`` has consumed tokens ``0..t`` (token 0 is the anchor), so it predicts token ``t + 1``. Equal to
+        ``step`` fed with the same tokens; the input and output products are batched over the window.
+
+        Args:
+            tokens: ``[N, T]`` int64.
+            columns: ``[C]`` int64 vocabulary ids to compute, or None for all.
+
+        Returns:
+            ``[N, T, C]`` float32 (float64 for a float64 head).
+        """
+        if self._bound is None:
+            raise InvalidInput("dels: bind the head to its target before local_logits")
+        c, bound, dtype = self.config, self._bound, next(self.parameters()).dtype
+        if c.input_table == "vocabulary":
+            inputs = F.embedding(tokens, self.table)
+        else:
+            inputs = F.embedding(tokens, bound.embedding).to(dtype)
+            inputs = inputs @ self.down.T if c.input_table == "factored" else inputs  # [N, T, I]
+        rank = inputs
+        if c.variant == "gru":
+            gates = inputs @ self.gru_input.T  # [N, T, 3G]
+            state = gates.new_zeros(len(tokens), c.hidden or 0, dtype=_working(dtype))
+            states = []
+            for t in range(tokens.shape[1]):
+                state = self._gru(gates[:, t], state)
+                states.append(state)
+            rank = self._rank_state(torch.stack(states, 1))
+        if c.output_table == "target":
+            rank, rows = rank @ self.up.T, bound.output_weight
+        else:
+            rows = self.readout
+        rows = rows if columns is None else rows[columns]
+        return (rank @ rows.to(dtype).T).to(_working(dtype))
+
+
+def log_prior_from_counts(counts: Tensor, vocab_size: int, smoothing: float = 1.0) -> Tensor:
+    """``log((count + smoothing) / sum)`` over ``vocab_size`` ids, float32 ``[V]``.
+
+    Ids behind the counted ones count 0. With ``smoothing`` 0 an unseen id takes the smallest seen value (its own would
+    be minus infinity).
+
+    Raises:
+        InvalidInput: negative or non-finite counts, none at all, or counts of ids behind the vocabulary.
+    """
+    counts = counts.reshape(-1).double()
+    if not counts.isfinite().all() or (counts < 0).any():
+        raise InvalidInput("unigram counts must be finite and not negative")
+    if (counts[vocab_size:] > 0).any():
+        raise InvalidInput(f"unigram counts for {len(counts)} ids, some of them behind vocab_size {vocab_size}")
+    if not math.isfinite(smoothing) or smoothing < 0 or (smoothing == 0 and not counts.any()):
+        raise InvalidInput(f"smoothing {smoothing} with {int(counts.sum())} counted tokens gives no distribution")
+    counts = F.pad(counts[:vocab_size], (0, max(0, vocab_size - len(counts)))) + smoothing
+    log_prior = (counts / counts.sum()).log()
+    return log_prior.clamp_min(log_prior[counts > 0].min()).float()
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    dtype = _working(torch.promote_types(left.dtype, right.dtype))
+    return left.to(dtype) @ right.to(dtype)
