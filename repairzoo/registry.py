@@ -63,7 +63,7 @@ class Entry:
             return getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise InvalidArtifact(
-                f"the {self.kind} {self.name!r} of {self.source} is {self.location!r}, which cannot be imported: {error}"
+                f"the {self.kind} {self.name!r} of {self.source} cannot be imported from {self.location!r}: {error}"
             ) from error
 
     def folder(self) -> Path:
