@@ -234,16 +234,16 @@ def check_fit(
 ) -> list[str]:
     """Does a sound artifact fit what it is used with? Every mismatch is listed at once.
 
-    The id may differ where the weights are the same (a folder with a copy of a Hub repository): an equal ``fingerprint``
-    settles it. Other weights under the same id are no error, since drafts stay verified and only τ suffers: that is
-    returned as a note.
+    The id may differ where the weights are the same (a folder with a copy of a Hub repository): an equal
+    ``fingerprint`` settles it. Other weights under the same id are no error, since drafts stay verified and only τ
+    suffers: that is returned as a note.
 
     Args:
         config: a checked config (:func:`check_config`).
         target_id, revision, fingerprint: of the target in use; None where unknown.
         vocab_size, hidden_size: of the target in use; its real or its padded vocabulary.
-        backbone, block_size, mask_token_id, tapped_layers: of the backbone in use; None is not compared. Each is compared
-            only where the artifact states it (a head that reads no features has no tapped layers).
+        backbone, block_size, mask_token_id, tapped_layers: of the backbone in use; None is not compared. Each is
+            compared only where the artifact states it (a head that reads no features has no tapped layers).
         slot_convention: of the block in use.
         where: named in the error.
 
