@@ -41,7 +41,7 @@ def _count(least: int, *, nullable: bool = False) -> tuple[Any, str]:
 
 
 def _layers(value: object) -> bool:
-    return value is None or (isinstance(value, list) and all(type(n) is int and n >= 0 for n in value) and value != [])
+    return value is None or (isinstance(value, list) and all(type(n) is int and n >= -1 for n in value) and value != [])
 
 
 def _text(value: object, nullable: bool = False) -> bool:
@@ -65,7 +65,7 @@ COMMON_KEYS: dict[str, tuple[Any, str]] = {
     "block_size": _count(1),
     "slot_convention": (lambda value: value == SLOT_CONVENTION, f'"{SLOT_CONVENTION}"'),
     "mask_token_id": _count(0, nullable=True),
-    "tapped_layers": (_layers, "a list of layer numbers, or null"),
+    "tapped_layers": (_layers, "a list of layer numbers (-1: the embedding), or null"),
     "pool_size": _count(1, nullable=True),
     "vocab_size": _count(1),
     "padded_vocab_size": _count(1),
