@@ -82,7 +82,7 @@ def generate(
     head: Annotated[str, typer.Option(help="Head: a name, names joined by +, a folder, hf:owner/name, none.")] = "dels",
     target: Annotated[
         str | None,
-        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="the default target"),
+        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Budget of new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -93,9 +93,7 @@ def generate(
     tree: Annotated[int | None, typer.Option(help="Verify a tree of this many nodes instead of a chain.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Apply the chat template, or continue the text as is.")
-    ] = True,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="Apply the chat template, or only continue.")] = True,
     compare: Annotated[bool, typer.Option(help="Also decode plainly, and compare speed and tokens.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -144,9 +142,7 @@ def _inputs(target: Any, text: str, chat: bool) -> Any:
     if not chat:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     if getattr(tokenizer, "chat_template", None) is None:
-        raise InvalidInput(
-            f"the tokenizer of {target.name} has no chat template: use --raw to continue the text as it is"
-        )
+        raise InvalidInput(f"the tokenizer of {target.name} has no chat template: use --raw to continue the text")
     return [{"role": "user", "content": text}]
 
 
@@ -204,24 +200,16 @@ def _report(zoo: Any, backbone: str, head: str, out: Any, plain: Any, temperatur
     else:
         versus = _comparison(out, plain, temperature)
         ratio = "" if versus["ratio"] is None else f": {versus['ratio']:.2f} times as fast"
-        rows.append(
-            (
-                "speed",
-                f"{versus['tokens_per_second']:.1f} tokens/s against {versus['plain_tokens_per_second']:.1f} plain{ratio}",
-            )
-        )
+        ours, theirs = versus["tokens_per_second"], versus["plain_tokens_per_second"]
+        rows.append(("speed", f"{ours:.1f} tokens/s against {theirs:.1f} plain{ratio}"))
         if temperature > 0:
             rows.append(("same tokens", "not comparable above temperature 0: the law is the same, the draws are not"))
         elif versus["identical"]:
             rows.append(("same tokens", "yes, token for token"))
         else:
-            rows.append(
-                (
-                    "same tokens",
-                    f"no, from token {versus['first_difference']} on: a near tie in {zoo.target.dtype}; "
-                    "float32 decides it (--dtype float32)",
-                )
-            )
+            where = f"no, from token {versus['first_difference']} on"
+            hint = "" if str(zoo.target.dtype) == "torch.float32" else f" (near ties differ in {zoo.target.dtype})"
+            rows.append(("same tokens", where + hint))
     width = max(len(name) for name, _ in rows)
     return ["", *(f"{name.ljust(width)}  {value}" for name, value in rows)]
 
@@ -274,7 +262,7 @@ def info_(name: Annotated[str, typer.Argument(help="A target, backbone or head."
 def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_inline(item)}" for key, item in value.items())
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 if find_spec(TRAIN_MODULE) is not None:
