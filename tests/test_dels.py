@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from repairzoo.backbones.dflash.backbone import DFlash
 from repairzoo.block import Corrector, DraftBlock, Pool, make_pool
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.heads.dels import (
@@ -29,6 +30,7 @@ from repairzoo.heads.dels import (
     loss,
     naive,
 )
+from repairzoo.walk import best_first, walk
 
 GOLDEN = Path(__file__).parent / "golden" / "dels"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
@@ -255,6 +257,50 @@ def test_golden_input_projection_layout():
     tokens = torch.tensor(CASES["fixed_tokens"])
     torch.testing.assert_close(trained.local_logits(tokens), merged.local_logits(tokens), **CLOSE)
     assert trained.config.input_table == "factored" and merged.config.input_table == "vocabulary"
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """The golden target (transformers' own forward) and draft."""
+    transformers = pytest.importorskip("transformers")
+    target = transformers.Qwen3ForCausalLM.from_pretrained(GOLDEN.parent / "targets" / "trained_tied").eval()
+    draft = DFlash.load(GOLDEN.parent / "dflash" / "trained_b8" / "draft")
+    return target, draft.bind(*target_tables())
+
+
+@torch.no_grad()
+def generate(decoder, head: DeLS | None, prompt: list[int], new: int) -> tuple[list[int], list[int], list[list[int]]]:
+    """A plain greedy loop: the target reads everything again every round, the last block is not shortened."""
+    target, draft = decoder
+    ids, accepted, proposed = list(prompt), [], []
+    cache = draft.new_cache(1, len(prompt) + new + 2 * draft.block_size)
+    result = target(torch.tensor([ids]), output_hidden_states=True)
+    ids.append(int(result.logits[0, -1].argmax()))
+    while len(ids) - 1 < len(prompt) + new:
+        anchor = len(ids) - 1
+        features = torch.cat([result.hidden_states[layer + 1][:, :anchor] for layer in draft.tapped_layers], -1)
+        draft.extend(cache, features, torch.arange(anchor)[None])
+        block = draft.draft(cache, torch.tensor([ids[-1]]), torch.tensor([anchor]))
+        tokens = walk(block, [] if head is None else [head], None)[0][0].tolist()
+        proposed.append([ids[-1], *tokens])
+        result = target(torch.tensor([ids + tokens]), output_hidden_states=True)
+        greedy = result.logits[0, anchor:].argmax(-1).tolist()
+        count = next((i for i, t in enumerate(tokens) if t != greedy[i]), len(tokens))
+        ids += [*tokens[:count], greedy[count]]
+        accepted.append(count + 1)
+    return ids[: len(prompt) + new], accepted, proposed
+
+
+@pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["name"])
+def test_golden_generations(case, decoder):
+    """Whole greedy runs: accepted lengths and proposals of every round, for each head and both alignments."""
+    for key, want in case["generations"].items():
+        name, _, prefix = key.partition(".prefix")
+        head = published(name, int(prefix)) if prefix else None
+        ids, accepted, proposed = generate(decoder, head, case["prompt"], case["max_new_tokens"])
+        assert ids == case["output_ids"], key
+        assert accepted == want["acceptance_lengths"], key
+        assert proposed == want["verify_ids"], key
 
 
 # ---------------------------------------------------------------- against the oracle
@@ -511,6 +557,33 @@ def test_prefixes_are_independent(seed, layout, pooled):
             torch.testing.assert_close(wide[slot][:, w : w + 1], scores, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["gru", "markov"])
+def test_walk_and_tree(variant):
+    """The shared walk picks what the slot loop picks; a forked walk finds the 12 likeliest of all prefixes, which the
+    oracle scores one by one."""
+    head, *tables = random_head(9, variant=variant)
+    block, _ = random_block(9, tables, rows=2, slots=3)
+    pool = make_pool(block.logits, 3)
+    assert torch.equal(walk(block, [head], None)[0], run(head, block, None)[1])
+    assert torch.equal(walk(block, [head], pool)[0], run(head, block, None, pool)[1])
+    tree = best_first(block, [head], pool, nodes=12)
+    for row in range(2):
+        anchor, found = int(block.anchor_ids[row]), {(): 0.0}
+        for slot in range(3):
+            ids, mass = pool.ids[row, slot], float(pool.log_probs[row, slot].logsumexp(0))
+            for prefix in [p for p in found if len(p) == slot]:
+                scores = naive.fused(
+                    head.config, head.state_tensors(), *tables, anchor, prefix, block.logits[row, slot]
+                )
+                for token, value in zip(ids.tolist(), (scores[ids].log_softmax(0) + mass).tolist(), strict=True):
+                    found[(*prefix, token)] = found[prefix] + value
+        want = sorted((p for p in found if p), key=lambda p: -found[p])[:12]
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(1, tree.size):
+            paths.append((*paths[int(tree.parents[row, node])], int(tree.tokens[row, node])))
+        assert paths[1:] == want
+
+
 def test_is_a_corrector():
     assert isinstance(random_head(0)[0], Corrector)
 
@@ -610,13 +683,37 @@ def test_config_round_trip():
         config = published(name).config
         data = json.loads(json.dumps(config.to_dict()))
         assert DeLSConfig.from_dict(data) == config
-        assert data["target"] == {"id": "trained_tied", "revision": None} and data["kind"] == "dels"
+        assert (
+            data["target"] == {"id": "trained_tied", "revision": None, "fingerprint": None} and data["kind"] == "dels"
+        )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_saved_head_is_the_same(name, tmp_path):
+    head = published(name, prefix=0)
+    head.save(tmp_path / "head", "a card")
+    again = DeLS.load(tmp_path / "head")
+    assert again.config == head.config
+    tokens = torch.tensor(CASES["fixed_tokens"])
+    again.bind(*target_tables())
+    assert torch.equal(again.local_logits(tokens), head.local_logits(tokens))
+    assert torch.equal(again.log_prior, head.log_prior)
+
+
+def test_saved_head_with_another_config_is_refused(tmp_path):
+    """A head whose config was edited after training (another prefix, say) is an error, not a lower τ."""
+    head = published("markov_merged")
+    head.save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"alpha": 0.3', '"alpha": 3.0'))
+    with pytest.raises(InvalidArtifact, match="config_sha256"):
+        DeLS.load(tmp_path)
 
 
 def test_config_keys_are_strict():
     """z-lab#156, sglang#37475: a missing key is named, never guessed; so is an unknown one."""
     good = random_head(0)[0].config.to_dict()
-    for key in good:
+    for key in good:  # the fingerprint alone may be left out
         with pytest.raises(InvalidArtifact, match=rf"here.json.*{key}"):
             DeLSConfig.from_dict({k: v for k, v in good.items() if k != key}, "here.json")
     with pytest.raises(InvalidArtifact, match="'colour'"):
@@ -721,4 +818,4 @@ def test_convert_cuts_padding():
     assert head.readout.shape[0] == 122 and head.config.padded_vocab_size == 128
     full = published("gru_v2_merged")
     tokens = torch.tensor([[3, 7, 11]])
-    assert torch.equal(head.local_logits(tokens), full.local_logits(tokens)[..., :122])
+    torch.testing.assert_close(head.local_logits(tokens), full.local_logits(tokens)[..., :122], **CLOSE)

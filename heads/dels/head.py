@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from repairzoo.artifact import SCHEMA_VERSION, SLOT_CONVENTION, load_artifact, save_artifact
 from repairzoo.block import DraftBlock, Pool
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 
-SCHEMA_VERSION = 1
-SLOT_CONVENTION = "anchor_plus_1"  # slot i predicts the token at anchor position + 1 + i
 TABLE_BYTES = 256 * 2**20  # the vocabulary-wide table of GRU input gates is cached up to this size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -65,6 +65,7 @@ class DeLSConfig:
     dtype: str = "float32"  # of the stored weights; the prior is always float32
     target_id: str
     target_revision: str | None = None
+    target_fingerprint: str | None = None  # ``repairzoo.artifact.fingerprint`` of its weights
 
     def __post_init__(self) -> None:
         markov = self.variant == "markov"
@@ -102,6 +103,8 @@ class DeLSConfig:
             ("target.id", isinstance(self.target_id, str) and self.target_id != "", "a Hub id or a folder name"),
             ("target.revision", self.target_revision is None or isinstance(self.target_revision, str),
              "a commit or null"),
+            ("target.fingerprint", self.target_fingerprint is None or isinstance(self.target_fingerprint, str),
+             "a hash or null"),
         ]  # fmt: skip
         for key, ok, expected in checks:
             if not ok:
@@ -133,7 +136,7 @@ class DeLSConfig:
     def to_dict(self) -> dict[str, Any]:
         """The content of ``config.json``."""
         data = {"schema_version": SCHEMA_VERSION, "kind": "dels"} | asdict(self)
-        data["target"] = {"id": data.pop("target_id"), "revision": data.pop("target_revision")}
+        data["target"] = {key: data.pop(f"target_{key}") for key in ("id", "revision", "fingerprint")}
         return data
 
     @classmethod
@@ -158,10 +161,16 @@ class DeLSConfig:
         if data["kind"] != "dels":
             raise InvalidArtifact(f"{source}: kind is {data['kind']!r}; expected 'dels'")
         target = data["target"]
-        if not isinstance(target, Mapping) or set(target) != {"id", "revision"}:
-            raise InvalidArtifact(f"{source}: target is {target!r}; expected an object with exactly id and revision")
+        if not isinstance(target, Mapping) or not {"id", "revision"} <= set(target) <= {
+            "id",
+            "revision",
+            "fingerprint",
+        }:
+            raise InvalidArtifact(
+                f"{source}: target is {target!r}; expected an object with id, revision and, if known, fingerprint"
+            )
         try:
-            return cls(**{k: data[k] for k in own}, target_id=target["id"], target_revision=target["revision"])
+            return cls(**{k: data[k] for k in own}, **{f"target_{k}": v for k, v in target.items()})
         except InvalidArtifact as error:
             raise InvalidArtifact(f"{source}: {error}") from None
 
@@ -257,6 +266,25 @@ class DeLS(nn.Module):
         head = cls(config)
         head.load_state_dict(dict(tensors), strict=True)
         return head.eval()
+
+    def save(self, folder: str | Path, card: str | None = None) -> None:
+        """Write ``config.json``, ``head.safetensors`` and, if given, the card ``README.md`` into ``folder``."""
+        save_artifact(folder, self.config.to_dict(), self.state_tensors(), card)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DeLS:
+        """Read what ``save`` wrote.
+
+        Raises:
+            InvalidArtifact: a file that is missing or damaged, a config and weights that do not belong together.
+            IncompatibleArtifact: an artifact of another kind.
+        """
+        config, tensors = load_artifact(folder, kind="dels")
+        return cls.from_config_and_tensors(
+            DeLSConfig.from_dict(config, str(Path(folder) / "config.json")),
+            tensors,
+            str(Path(folder) / "head.safetensors"),
+        )
 
     @torch.no_grad()
     def merged(self, embedding: Tensor, output_weight: Tensor) -> DeLS:
