@@ -1,0 +1,64 @@
+"""RepairZoo: repair heads for block-parallel speculative decoding.
+
+zoo = repairzoo.build("dflash", head="dels")
+print(zoo.generate("Why is the sky blue?").text[0])
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "build": "build",
+    "autoregressive": "build",
+    "Zoo": "build",
+    "Generation": "results",
+    "Stats": "results",
+    "Target": "target",
+    "load_target": "load_target",
+    "list_backbones": "registry",
+    "list_heads": "registry",
+    "list_targets": "registry",
+    "info": "registry",
+    "RepairZooError": "errors",
+    "UnknownName": "errors",
+    "InvalidInput": "errors",
+    "InvalidArtifact": "errors",
+    "IncompatibleArtifact": "errors",
+    "UnsupportedTarget": "errors",
+}
+
+__all__ = [*_WHERE, "__version__"]
+
+if TYPE_CHECKING:
+    from repairzoo.build import Zoo, autoregressive, build
+    from repairzoo.errors import (
+        IncompatibleArtifact,
+        InvalidArtifact,
+        InvalidInput,
+        RepairZooError,
+        UnknownName,
+        UnsupportedTarget,
+    )
+    from repairzoo.load_target import load_target
+    from repairzoo.registry import info, list_backbones, list_heads, list_targets
+    from repairzoo.results import Generation, Stats
+    from repairzoo.target import Target
+
+
+def __getattr__(name: str) -> Any:
+    # imported on first use: the command line must answer --help without loading torch
+    if name not in _WHERE:
+        raise AttributeError(f"module 'repairzoo' has no attribute {name!r}")
+    module = import_module(f"repairzoo.{_WHERE[name]}")
+    for key, where in _WHERE.items():  # `build` the function must win over `build` the module
+        if where == _WHERE[name]:
+            globals()[key] = getattr(module, key)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

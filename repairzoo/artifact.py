@@ -111,6 +111,19 @@ def config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(config).encode()).hexdigest()
 
 
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, dtypes, shapes and bytes; nothing else finds a flipped bit that leaves a finite weight."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        digest.update(_raw(tensor))
+    return digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def save_artifact(
     folder: str | Path,
     config: dict[str, Any],
@@ -145,8 +158,8 @@ def save_artifact(
     place = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp") if new else folder
     try:
         place.mkdir(parents=True, exist_ok=True)
-        metadata = {"format": "pt", "schema": SCHEMA, "config_sha256": config_hash(config)}
-        write_safetensors(place / weights_name, tensors, metadata)
+        hashes = {"config_sha256": config_hash(config), "tensors_sha256": tensors_hash(tensors)}
+        write_safetensors(place / weights_name, tensors, {"format": "pt", "schema": SCHEMA, **hashes})
         for name, content in ((CONFIG_NAME, text), (CARD_NAME, card)):
             if content is not None:
                 with replacing(place / name) as file:
@@ -193,8 +206,8 @@ def load_artifact(
         the config, and the tensors by name on the CPU, in the dtypes of the file.
 
     Raises:
-        InvalidArtifact: missing or damaged files, another schema, a config that is not the one the weights were written
-            with, missing or unknown tensors, wrong shapes, non-finite values.
+        InvalidArtifact: missing or damaged files (down to one flipped bit), another schema, a config that is not the
+            one the weights were written with, missing or unknown tensors, wrong shapes, non-finite values.
         IncompatibleArtifact: a sound artifact of another kind.
     """
     folder = Path(folder)
@@ -212,6 +225,10 @@ def load_artifact(
             "'config_sha256'); restore it, or save the artifact again"
         )
     tensors = read_safetensors(path)
+    if metadata.get("tensors_sha256") != tensors_hash(tensors):
+        raise InvalidArtifact(
+            f"{path}: the tensors are not those that were written (metadata key 'tensors_sha256'); fetch the file again"
+        )
     if expected is not None:
         require_tensors(tensors, expected, path)
     return config, tensors
@@ -301,5 +318,5 @@ def fingerprint(model: nn.Module | Mapping[str, Tensor], samples: int = 64) -> s
         if values.is_floating_point():
             values = values.to(torch.bfloat16)
         digest.update(f"{name}{list(tensor.shape)}".encode())
-        digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(_raw(values))
     return digest.hexdigest()

@@ -61,7 +61,9 @@ def packaged_folder() -> Path:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     if digest.hexdigest() != GGUF_SHA256:
-        raise UnsupportedTarget(f"{path} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}: reinstall {PACKAGE_PIN}")
+        raise UnsupportedTarget(
+            f"{path} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}: reinstall {PACKAGE_PIN}"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".dequantise-"))
     try:

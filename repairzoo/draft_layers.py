@@ -54,7 +54,9 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
         from transformers import Qwen3Config
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        config = Qwen3Config(head_dim=head_dim, num_attention_heads=1, hidden_size=head_dim, rope_parameters=dict(rope))
+        # the length only keeps transformers from warning; no supported type reads it
+        length = int(rope.get("original_max_position_embeddings", 1) * rope["factor"])
+        config = Qwen3Config(head_dim=head_dim, rope_parameters=dict(rope), max_position_embeddings=length)
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         return frequencies.float(), float(factor)
 
@@ -173,7 +175,7 @@ class _Products:
     fuse: Linear
     context: Linear  # keys and values of all layers: they share their input
     layers: list[_LayerProducts]
-    state: tuple[int, ...] = ()
+    state: tuple[tuple[int, int], ...] = ()
 
 
 def _join(modules: Sequence[nn.Module], pack: bool) -> Linear:
@@ -355,7 +357,8 @@ class Trunk(nn.Module):
     def _products(self, pack: bool) -> _Products:
         if not pack:
             return self._build_products(False)
-        state = tuple(p._version for p in self.parameters())  # changes with every optimiser step
+        # versions change with every optimiser step, addresses with every replaced parameter
+        state = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters())
         if self._packed is None or self._packed.state != state:
             self._packed = self._build_products(True)
             self._packed.state = state
@@ -374,14 +377,8 @@ class Trunk(nn.Module):
         pairs = [m for layer in self._layers() for m in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
         return _Products(_join([self.fc], pack), _join(pairs, pack), layers)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Trunk:
-        self._packed = None
-        super()._apply(fn, recurse)
-        return self
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._packed = None  # assign=True replaces parameters without touching their versions
-        return super().load_state_dict(*args, **kwargs)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_packed": None}  # packed copies can be neither copied nor pickled
 
 
 def _write(buffer: Tensor, rows: Tensor, new: Tensor) -> None:

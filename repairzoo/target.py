@@ -256,6 +256,11 @@ class Target:
         angles = torch.cat((angles, angles), -1)[:, :, None]  # [B, T, 1, d]
         return (angles.cos() * rotary.attention_scaling).to(dtype), (angles.sin() * rotary.attention_scaling).to(dtype)
 
+    @property
+    def output(self) -> Linear:
+        """The product with the output head; backbones share it."""
+        return self._output
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits ``[..., V_padded]`` of final hidden states ``[..., D]``."""
         return self._output(hidden)[0].float()

@@ -1,0 +1,204 @@
+"""``build``: a target, a backbone and heads become a ``Zoo`` that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repairzoo.decode import Engine
+from repairzoo.errors import IncompatibleArtifact, InvalidInput, UnsupportedTarget
+from repairzoo.generation import (
+    Request,
+    autoregress,
+    finish,
+    hugging_face_processor,
+    make_request,
+    pieces,
+    speculate,
+)
+from repairzoo.inputs import prompt_ids
+from repairzoo.results import Generation
+from repairzoo.target import Target
+
+
+class Zoo:
+    """A target with a backbone and heads. ``last`` is the result of the latest run.
+
+    Attributes:
+        target: the verifier. backbone: the drafter. heads: repair heads in the order they apply.
+        nodes: budget of a best-first tree, or None for a chain.
+        proposal: ``"argmax"`` (deterministic, target-first verification) or ``"sampled"`` (p/q rule above temperature 0).
+    """
+
+    def __init__(
+        self, target: Target, backbone: Any, heads: tuple[Any, ...], nodes: int | None = None, proposal: str = "argmax"
+    ) -> None:
+        if proposal not in ("argmax", "sampled"):
+            raise InvalidInput(f"proposal={proposal!r}: give 'argmax' or 'sampled'")
+        self.target, self.backbone, self.heads = target, backbone, heads
+        self.nodes, self.proposal = nodes, proposal
+        self.last: Generation | None = None
+
+    def generate(
+        self,
+        inputs: Any,
+        *,
+        attention_mask: Tensor | None = None,
+        chat: bool | None = None,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Generation:
+        """Generate for one or more prompts.
+
+        Args:
+            inputs: a string, strings, chat messages (or several), ids ``[T]`` / ``[B, T]``, or lists of ids.
+            attention_mask: with a tensor of ids; padding on either side.
+            chat: treat strings as a user's turn; None does so where the tokenizer has a chat template.
+            streamer: a ``transformers`` streamer (``put`` / ``end``); single prompts only.
+            options: ``max_new_tokens=128, temperature=0.0, top_k, top_p, min_p, seed, stop, eos_token_id,
+                logits_processor, stopping_criteria``.
+
+        Raises:
+            InvalidInput: a prompt or an option cannot be used; the message names it.
+        """
+        request = self._request(inputs, attention_mask, chat, options)
+        if streamer is not None:
+            self.last = _streamed(self._run(request), request, streamer)
+        else:
+            self.last = finish(self._run(request))
+        return self.last
+
+    def stream(self, inputs: Any, *, chat: bool | None = None, **options: Any) -> Iterator[str]:
+        """Yield the text of one prompt as it becomes final; options as in ``generate``. ``last`` is set at the end."""
+        request = self._request(inputs, None, chat, options)
+        if len(request.prompts) != 1:
+            raise InvalidInput(f"stream takes one prompt, not {len(request.prompts)}: use generate for a batch")
+        if self.target.tokenizer is None:
+            raise InvalidInput(f"target {self.target.name!r} has no tokenizer: text cannot be streamed; use generate")
+        session = None
+        for piece, session in pieces(self._run(request)):
+            if piece:
+                yield piece
+        assert session is not None
+        self.last = session.result()
+
+    def custom_generate(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """For ``model.generate(**batch, custom_generate=zoo.custom_generate)``; returns ``LongTensor [B, T]``."""
+        from repairzoo.hf_generate import custom_generate
+
+        return custom_generate(self, model, input_ids, **kwargs)
+
+    def engine(self, request: Request) -> Engine:
+        """The fixed part of a run."""
+        return Engine(
+            target=self.target,
+            backbone=self.backbone,
+            heads=self.heads,
+            law=request.law,
+            eos=torch.tensor(request.eos, dtype=torch.int64, device=self.target.device),
+            nodes=self.nodes,
+            sampled=self.proposal == "sampled" and not request.law.greedy,
+            pool=_pool_size(self.heads),
+            processor=hugging_face_processor(request.processors) if request.processors else None,
+        )
+
+    def _request(self, inputs: Any, mask: Tensor | None, chat: bool | None, options: dict[str, Any]) -> Request:
+        return make_request(self.target, prompt_ids(self.target, inputs, mask, chat), **options)
+
+    def _run(self, request: Request) -> Iterator[Any]:
+        return speculate(self.engine(request), request)
+
+
+def _pool_size(heads: tuple[Any, ...]) -> int | None:
+    sizes = {h.pool_size for h in heads if getattr(h, "pool_size", None) is not None}
+    return max(sizes) if sizes else None
+
+
+def _streamed(runs: Iterator[Any], request: Request, streamer: Any) -> Generation:
+    if len(request.prompts) != 1:
+        raise InvalidInput(f"a streamer takes one prompt, not {len(request.prompts)}")
+    streamer.put(torch.tensor([request.prompts[0]]))
+    given, session = 0, None
+    for session in runs:
+        tokens = session.rows[0].tokens
+        if tokens[given:]:
+            streamer.put(torch.tensor(tokens[given:]))
+        given = len(tokens)
+    streamer.end()
+    assert session is not None
+    return session.result()
+
+
+def autoregressive(
+    target: Any, inputs: Any, *, attention_mask: Tensor | None = None, chat: bool | None = None, **options: Any
+) -> Generation:
+    """Plain decoding with the lean loop: the baseline. Arguments and result as ``Zoo.generate``."""
+    target = as_target(target)
+    request = make_request(target, prompt_ids(target, inputs, attention_mask, chat), **options)
+    return finish(autoregress(target, request))
+
+
+def as_target(target: Any, device: Any = None, dtype: torch.dtype | None = None) -> Target:
+    """A ``Target`` from None (the default), a Hub id, a folder, ``(model, tokenizer)``, a model, or a ``Target``."""
+    from repairzoo.load_target import load_target
+
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, tuple) and len(target) == 2:
+        return Target(target[0], target[1], name=getattr(target[0], "name_or_path", None) or "custom")
+    if target is None or isinstance(target, (str, Path)):
+        return load_target(target, device=device, dtype=dtype)
+    if isinstance(target, torch.nn.Module):
+        return Target(target, None, name=getattr(target, "name_or_path", None) or "custom")
+    raise UnsupportedTarget(
+        f"cannot use {type(target).__name__} as a target: give None, a Hub id, a folder, (model, tokenizer) or a Target"
+    )
+
+
+def build(
+    backbone: Any = "dflash",
+    head: Any = None,
+    target: Any = None,
+    *,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    tree: int | str | None = None,
+    tune: Any = None,
+    proposal: str = "argmax",
+) -> Zoo:
+    """Put a target, a backbone and heads together.
+
+    Args:
+        backbone: a registry name, a local folder, a Hub id, or a module with the backbone protocol.
+        head: a registry name, names joined by ``+``, a folder, ``"hf:owner/name@revision"``, a module, or None / ``"none"``.
+        target: None (the default target), a Hub id, a folder, ``(model, tokenizer)``, or a ``Target``.
+        device, dtype: of the target; None chooses (bfloat16 where the processor multiplies it natively, else float32).
+        tree: None for a chain; ``"best-first"`` (as many nodes as the chain has) or a number of nodes for a best-first tree.
+        tune: None, or ``"auto"`` to use the calibration of this machine when there is one.
+        proposal: ``"argmax"`` or ``"sampled"`` (p/q rule above temperature 0).
+
+    Raises:
+        UnknownName, InvalidArtifact, IncompatibleArtifact, UnsupportedTarget, InvalidInput.
+    """
+    from repairzoo.load_parts import load_backbone, load_heads
+
+    if tune not in (None, "auto"):
+        raise InvalidInput(f"tune={tune!r}: give None or 'auto'")
+    verifier = as_target(target, device, dtype)
+    drafter = load_backbone(backbone, verifier) if isinstance(backbone, (str, Path)) else backbone
+    if drafter is backbone and hasattr(drafter, "bind"):
+        drafter.bind(verifier.embedding, verifier.output_weight)
+    top = max(drafter.tapped_layers, default=0)
+    if top >= verifier.num_layers:
+        raise IncompatibleArtifact(
+            f"backbone taps layer {top}, and target {verifier.name!r} has layers 0 to {verifier.num_layers - 1}"
+        )
+    heads = load_heads(head, verifier, drafter)
+    nodes = drafter.slots if tree == "best-first" else tree
+    if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
+        raise InvalidInput(f"tree={tree!r}: give None, 'best-first', or a number of nodes of at least 1")
+    return Zoo(verifier, drafter, heads, nodes, proposal)

@@ -1,0 +1,306 @@
+"""THE loop: draft, head, verify, accept, commit; for any backbone, any stack of heads, chains and trees.
+
+``round`` is a pure tensor function of the state's buffers: its shapes depend on the engine and on ``bound`` only, it reads
+nothing on the host and never branches on data. What must look at tokens between rounds (streaming, stop strings, stopping
+criteria) is in ``generation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from repairzoo.block import Corrector, DraftBlock, make_pool
+from repairzoo.errors import InvalidInput
+from repairzoo.sampling import Law, Stream, draw, uniform
+from repairzoo.target import KVCache, Target
+from repairzoo.tree import TokenTree, ancestor_mask, chain
+from repairzoo.verify import Acceptance, ratio, target_first
+from repairzoo.walk import best_first, walk
+
+Mark = Callable[[str], None]
+Processor = Callable[[Tensor, "State", TokenTree], Tensor]
+
+
+class Backbone(Protocol):
+    """What the loop needs of a backbone; ``context`` is its own cache of committed positions."""
+
+    kind: str
+    slots: int
+    tapped_layers: tuple[int, ...]
+
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> Any: ...
+
+    def extend(self, cache: Any, features: Tensor, positions: Tensor) -> None: ...
+
+    def draft(
+        self, cache: Any, anchor_ids: Tensor, anchor_positions: Tensor, bound: int | None = None
+    ) -> DraftBlock: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything about a run that is fixed before its first round.
+
+    Attributes:
+        target, backbone: as loaded; ``heads``: repair heads in the order they apply (after the backbone's own corrector).
+        law: the processed target law.
+        eos: ``[E]`` int64, ids that end a row (may be empty).
+        nodes: budget of a best-first tree, or None for a chain.
+        sampled: draw the chain from q and verify by ratio (needs temperature above 0); otherwise propose the best.
+        pool: candidates per slot that the walk chooses from; None for the whole vocabulary.
+        processor: extra processing of the verify logits ``[B, M, V]``, or None. It may run on the host.
+    """
+
+    target: Target
+    backbone: Backbone
+    heads: tuple[Corrector, ...]
+    law: Law
+    eos: Tensor
+    nodes: int | None = None
+    sampled: bool = False
+    pool: int | None = None
+    processor: Processor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampled and self.law.greedy:
+            raise InvalidInput("proposal='sampled' needs a temperature above 0")
+        if self.sampled and self.nodes is not None:
+            raise InvalidInput("a tree is proposed deterministically: use proposal='argmax' with tree=...")
+
+    @property
+    def budget(self) -> int:
+        """Draft nodes a round, anchor excluded."""
+        return self.backbone.slots if self.nodes is None else self.nodes
+
+    @property
+    def slack(self) -> int:
+        """Cache entries that a round may write past the last committed token."""
+        return max(self.budget, self.backbone.slots) + 2
+
+
+@dataclass(slots=True)
+class State:
+    """Device buffers of a batch of ``B`` rows with room for ``C`` positions.
+
+    Attributes:
+        ids: ``[B, C]`` int64, committed tokens (entries past ``length`` are scratch).
+        length: ``[B]`` int64, committed tokens; the anchor sits at ``length - 1``.
+        limit: ``[B]`` int64, length at which a row has used its budget.
+        done: ``[B]`` bool. seed: ``[B]`` int64.
+        kv: the target's cache, committed up to the anchor. context: the backbone's, likewise.
+    """
+
+    ids: Tensor
+    length: Tensor
+    limit: Tensor
+    done: Tensor
+    seed: Tensor
+    kv: KVCache
+    context: Any
+
+
+@dataclass(slots=True)
+class RoundOutput:
+    """What a round did; all of it still on the device.
+
+    Attributes:
+        emitted: ``[B, D+1]`` int64, accepted tokens then the bonus; only the first ``count`` are committed.
+        count: ``[B]`` int64, committed tokens after end-of-text and budget; 0 for rows that were done.
+        accepted: ``[B]`` int64, draft tokens that the target agreed with, before truncation.
+        drafted: ``[B]`` int64, draft nodes that were verified.
+        repaired: ``[B, D]`` bool, chain slots where the heads chose another token than the backbone had (chains only).
+        stopped: ``[B]`` bool, an end-of-text token was committed.
+    """
+
+    emitted: Tensor
+    count: Tensor
+    accepted: Tensor
+    drafted: Tensor
+    repaired: Tensor
+    stopped: Tensor
+
+
+def _no_mark(stage: str) -> None:
+    return None
+
+
+@dataclass(slots=True)
+class _Native:
+    """A corrector that leaves the scores alone and notes what they would have chosen: what the heads repair is seen
+    against it."""
+
+    choices: list[Tensor] = field(default_factory=list)
+
+    def prepare(self, block: DraftBlock, pool: Any) -> None:
+        return None
+
+    def start(self, block: DraftBlock) -> None:
+        return None
+
+    def step(self, prepared: None, carry: None, slot: int, previous: Tensor, scores: Tensor) -> tuple[Tensor, None]:
+        self.choices.append(scores[:, 0].argmax(-1))
+        return scores, None
+
+
+def propose(engine: Engine, block: DraftBlock, seed: Tensor) -> tuple[TokenTree, Tensor | None, Tensor]:
+    """What the target will verify.
+
+    Returns:
+        the tree, the law ``q [B, S, V]`` that a sampled chain was drawn from (else None), and ``repaired [B, D]``.
+    """
+    native = [block.native] if block.native is not None else []
+    pool = make_pool(block.logits, engine.pool) if engine.pool is not None else None
+    if engine.nodes is not None:
+        tree = best_first(block, [*native, *engine.heads], pool, engine.nodes)
+        return tree, None, torch.zeros_like(tree.valid[:, 1:])
+    u = None
+    if engine.sampled:
+        slots = torch.arange(block.slots, device=seed.device)
+        u = uniform(seed, block.anchor_positions[:, None] + 1 + slots, Stream.DRAFT)  # [B, S]
+    before = _Native()
+    stack: list[Corrector] = [*native, before, *engine.heads] if engine.heads else list(native)
+    tokens, q, seen = walk(block, stack, pool, law=engine.law if engine.sampled else None, u=u)
+    repaired = torch.zeros_like(tokens, dtype=torch.bool)
+    if engine.heads:
+        repaired = torch.stack(before.choices, 1) != seen["rank"]
+    return chain(block.anchor_ids, tokens), q, repaired
+
+
+def verify_mask(tree: TokenTree, anchor: Tensor, bound: int) -> Tensor:
+    """``[B, M, bound]`` bool: a node sees everything committed before the anchor, its ancestors and itself.
+
+    Node ``m`` of the tree lies in cache entry ``anchor + m``.
+    """
+    size = tree.size
+    relative = torch.arange(bound, device=anchor.device) - anchor[:, None]  # [B, bound]
+    inside = (relative >= 0) & (relative < size)
+    index = relative.clamp(0, size - 1)[:, None].expand(-1, size, -1)
+    own = ancestor_mask(tree).gather(2, index) & inside[:, None]
+    return own | (relative < 0)[:, None]
+
+
+def choose(law: Law, logits: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """The target's own token at every node ``[B, M]``: argmax, or a draw by the counter of the position it will fill.
+
+    Nodes of one depth share a number; only one of them lies on the path, and the path never looks at later draws.
+    """
+    if law.greedy:
+        return logits.argmax(-1)
+    return draw(law.probs(logits), uniform(seed, positions, Stream.VERIFY))
+
+
+@torch.no_grad()
+def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> RoundOutput:
+    """One round for every row; the state's buffers are updated in place.
+
+    Args:
+        bound: cache entries that take part; at least every row's ``length - 1 + slack``. Known to the host.
+        mark: called with a stage's name when it has ended (for timing).
+    """
+    target, backbone = engine.target, engine.backbone
+    position = state.length - 1  # [B], of the anchor
+    anchor = state.ids.gather(1, position[:, None])[:, 0]
+    block = backbone.draft(state.context, anchor, position, bound)
+    mark("draft")
+    tree, q, repaired = propose(engine, block, state.seed)
+    mark("head")
+
+    entries = position[:, None] + torch.arange(tree.size, device=position.device)  # [B, M]
+    positions = position[:, None] + tree.depths
+    mask = verify_mask(tree, position, bound)
+    hidden, features = target.forward(tree.tokens, positions, entries, mask, state.kv, backbone.tapped_layers)
+    logits = target.logits(hidden)  # [B, M, V]
+    if engine.processor is not None:
+        logits = engine.processor(logits, state, tree)
+    mark("verify")
+
+    accepted = _accept(engine, state, tree, q, logits, position)
+    mark("accept")
+
+    emitted = tree.tokens.gather(1, accepted.path)  # [B, D+1], the anchor first
+    order = torch.arange(emitted.shape[1], device=position.device)
+    shifted = torch.cat([emitted[:, 1:], emitted[:, -1:]], 1)
+    emitted = torch.where(order == accepted.count[:, None], accepted.bonus[:, None], shifted)
+    count, stopped = _truncate(emitted, accepted.count + 1, state, engine.eos)
+
+    if engine.nodes is not None:
+        state.kv.compact(entries.gather(1, accepted.path), position[:, None] + order)
+    assert features is not None
+    rows = accepted.path[..., None].expand(-1, -1, features.shape[-1])
+    backbone.extend(state.context, features.gather(1, rows), position[:, None] + order)
+    state.ids.scatter_(1, state.length[:, None] + order, emitted)
+    state.length += count
+    state.done |= stopped | (state.length >= state.limit)
+    mark("commit")
+    return RoundOutput(emitted, count, accepted.count, tree.valid[:, 1:].sum(1), repaired, stopped)
+
+
+def _accept(
+    engine: Engine, state: State, tree: TokenTree, q: Tensor | None, logits: Tensor, position: Tensor
+) -> Acceptance:
+    if q is None:
+        return target_first(choose(engine.law, logits, state.seed, position[:, None] + tree.depths + 1), tree)
+    slots = torch.arange(tree.size - 1, device=position.device)
+    u_accept = uniform(state.seed, position[:, None] + 1 + slots, Stream.ACCEPT)
+    u_residual = uniform(state.seed, position, Stream.RESIDUAL)
+    return ratio(engine.law.probs(logits), q, tree.tokens[:, 1:], tree.valid[:, 1:], u_accept, u_residual)
+
+
+def _truncate(emitted: Tensor, count: Tensor, state: State, eos: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens that really count: up to the first end-of-text, at most the budget, none where a row was done."""
+    order = torch.arange(emitted.shape[1], device=emitted.device)
+    count = torch.minimum(count, (state.limit - state.length).clamp_min(0)) * ~state.done
+    ends = torch.isin(emitted, eos) & (order < count[:, None])  # [B, D+1]
+    stopped = ends.any(1)
+    return torch.where(stopped, ends.to(torch.uint8).argmax(1) + 1, count), stopped
+
+
+@torch.no_grad()
+def start(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    budgets: Sequence[int],
+    seeds: Sequence[int],
+    capacity: int | None = None,
+) -> State:
+    """Read the prompts and commit each row's first token, which needs no draft.
+
+    Args:
+        prompts: token ids, one non-empty list a row.
+        budgets: new tokens that each row may have. seeds: one a row.
+        capacity: positions to allocate; as many as the run can use unless given.
+    """
+    target, backbone = engine.target, engine.backbone
+    device = target.device
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    width = max(len(p) for p in prompts)
+    capacity = capacity or width + max(budgets) + engine.slack
+    ids = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
+    state = State(
+        ids=ids,
+        length=lengths.clone(),
+        limit=lengths + torch.tensor(list(budgets), device=device),
+        done=torch.zeros(len(prompts), dtype=torch.bool, device=device),
+        seed=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+        kv=target.new_cache(len(prompts), capacity),
+        context=backbone.new_cache(len(prompts), capacity, target.dtype, device),
+    )
+    logits, features = target.prefill(ids[:, :width], lengths, state.kv, backbone.tapped_layers)
+    assert features is not None
+    backbone.extend(state.context, features, torch.arange(width, device=device).expand(len(prompts), -1))
+    logits = logits[:, None]  # [B, 1, V]
+    if engine.processor is not None:
+        last = ids.gather(1, lengths[:, None] - 1)
+        logits = engine.processor(logits, state, chain(last[:, 0], last[:, :0]))
+    token = choose(engine.law, logits, state.seed, lengths[:, None])[:, 0]
+    state.ids.scatter_(1, lengths[:, None], token[:, None])
+    state.length += 1
+    state.done |= torch.isin(token, engine.eos) | (state.length >= state.limit)
+    return state

@@ -1,0 +1,90 @@
+"""The weights of a published draft folder: one safetensors file or shards with an index, never a pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from repairzoo.errors import InvalidArtifact
+from repairzoo.safe_file import parse_json, read_safetensors, require_tensors
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def read_weights(folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of a folder, on the CPU.
+
+    Args:
+        folder: holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+        expected: every tensor's name and shape; no other may be there.
+        dtype: of every tensor, as the config states it.
+
+    Raises:
+        InvalidArtifact: a file is missing or damaged; a tensor is missing, unknown, not finite, or of another shape or dtype.
+            The message names the file and the tensor.
+    """
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.is_file() and index.is_file():
+        raise InvalidArtifact(
+            f"{folder}: has both {WEIGHTS} and {INDEX}; remove the one that the release does not have"
+        )
+    if single.is_file():
+        tensors, where = read_safetensors(single), single
+        homes = dict.fromkeys(tensors, single)
+    elif index.is_file():
+        tensors, homes = _read_shards(folder, index)
+        where = index
+    else:
+        pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
+        if pickles:
+            raise InvalidArtifact(
+                f"{folder}: no {WEIGHTS}, only {', '.join(pickles)}, which is never unpickled here; make safetensors of it "
+                "with `repairzoo convert`"
+            )
+        raise InvalidArtifact(f"{folder / WEIGHTS}: no such file (nor {INDEX}); fetch the draft again")
+    for name in tensors:
+        if name.startswith(("embed_tokens.", "lm_head.")) and name not in expected:
+            raise InvalidArtifact(
+                f"{homes[name]}: unknown tensor {name!r}: this kind of draft borrows it from its target; drafts that store "
+                "it (DeepSpec's) follow another slot convention"
+            )
+    require_tensors(tensors, expected, where)
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise InvalidArtifact(
+                f"{homes[name]}: tensor {name!r} is {tensor.dtype} but the config's key 'dtype' states {dtype}; use config "
+                "and weights of one release"
+            )
+    return tensors
+
+
+def _read_shards(folder: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, Path]]:
+    """Tensors of all shards, and the file of each; index and shards must list the same tensors."""
+    table = parse_json(index.read_bytes(), str(index))
+    places = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise InvalidArtifact(f"{index}: key 'weight_map' must map tensor names to files; fetch the file again")
+    tensors: dict[str, Tensor] = {}
+    homes: dict[str, Path] = {}
+    for shard in sorted(set(places.values())):
+        path = folder / shard
+        if Path(shard).name != shard:
+            raise InvalidArtifact(f"{index}: shard {shard!r} is no plain file name; fetch the file again")
+        if not path.is_file():
+            raise InvalidArtifact(f"{path}: no such file, but {INDEX} lists it; fetch the missing shard")
+        for name, tensor in read_safetensors(path).items():
+            if places.get(name) != shard:
+                raise InvalidArtifact(
+                    f"{path}: tensor {name!r} is not listed for this file in {INDEX}; fetch both again"
+                )
+            tensors[name], homes[name] = tensor, path
+    for name, shard in places.items():
+        if name not in tensors:
+            raise InvalidArtifact(
+                f"{folder / shard}: tensor {name!r} is listed in {INDEX} but not there; fetch both again"
+            )
+    return tensors, homes

@@ -1,0 +1,405 @@
+"""The host's side of a run: budgets, stop strings, streaming, Hugging Face processors and criteria, accounting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from repairzoo.decode import Engine, RoundOutput, State, choose, round, start
+from repairzoo.errors import InvalidInput
+from repairzoo.results import Generation, Stats
+from repairzoo.sampling import Law
+from repairzoo.target import Target
+from repairzoo.tree import TokenTree
+
+_BOUND_STEP = 64  # cache columns that take part are rounded up to this, so that shapes seldom change
+
+# These count on being called once a token, in order; a speculative round asks about tokens that may never be.
+_STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkState",
+    "WhisperTimeStampLogitsProcessor",
+    "EtaLogitsWarper",
+}
+
+
+class Clock:
+    """Adds wall time to stages; ``mark`` closes the stage that ran since the last call."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of ``generate``, checked.
+
+    Attributes:
+        prompts: token ids a row. max_new_tokens: at least 0. seeds: one a row.
+        stop: strings that end a row; the text is cut before the first match. eos: end-of-text ids.
+        processors, criteria: Hugging Face objects, called as ``f(input_ids [1, T], scores [1, V])``.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    law: Law
+    seeds: list[int]
+    eos: tuple[int, ...]
+    stop: tuple[str, ...] = ()
+    processors: tuple[Any, ...] = ()
+    criteria: tuple[Any, ...] = ()
+
+    def budgets(self, target: Target) -> list[int]:
+        """New tokens that each row may have: what was asked for, as far as its context reaches."""
+        return [min(self.max_new_tokens, target.max_context - len(p)) for p in self.prompts]
+
+    @property
+    def ends_on_host(self) -> bool:
+        """Whether a row can end for a reason that the device doesn't know."""
+        return bool(self.stop or self.criteria)
+
+
+def make_request(
+    target: Target,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | Sequence[int] | None = None,
+    stop: str | Sequence[str] | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+) -> Request:
+    """Check the options of a call; every error names the option."""
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise InvalidInput(f"max_new_tokens={max_new_tokens!r}: give an integer of at least 0")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if any(not isinstance(s, str) or not s for s in stops):
+        raise InvalidInput(f"stop={stop!r}: give non-empty strings")
+    if stops and target.tokenizer is None:
+        raise InvalidInput(f"target {target.name!r} has no tokenizer: stop strings need one; use eos_token_id")
+    if eos_token_id is None:
+        eos = target.eos_token_ids
+    else:
+        eos = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(e) for e in eos_token_id)
+        bad = [e for e in eos if not 0 <= e < target.vocab_size]
+        if bad:
+            raise InvalidInput(f"eos_token_id={bad[0]} is outside the vocabulary of {target.vocab_size}")
+    processors = tuple(logits_processor or ())
+    for processor in processors:
+        if type(processor).__name__ in _STATEFUL:
+            raise InvalidInput(
+                f"logits processor {type(processor).__name__} keeps state between tokens and cannot judge a whole block"
+            )
+    return Request(
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        law=Law(temperature, top_k, top_p, min_p),
+        seeds=_seeds(seed, len(prompts)),
+        eos=eos,
+        stop=stops,
+        processors=processors,
+        criteria=tuple(stopping_criteria or ()),
+    )
+
+
+def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
+    if seed is None:
+        return [int(x) for x in torch.randint(0, 2**62, (rows,), generator=None)]
+    if isinstance(seed, int):  # row r of a batch draws what a run of its own with seed + r draws
+        return [seed + row for row in range(rows)]
+    if len(seed) != rows:
+        raise InvalidInput(f"seed has {len(seed)} entries for {rows} rows")
+    return [int(s) for s in seed]
+
+
+def hugging_face_processor(processors: Sequence[Any]) -> Callable[[Tensor, State, TokenTree], Tensor]:
+    """Run processors at every node with the history that the node implies: prefix, then the path to it."""
+
+    def process(logits: Tensor, state: State, tree: TokenTree) -> Tensor:
+        out = logits.clone()
+        lengths, parents, valid = state.length.tolist(), tree.parents.tolist(), tree.valid.tolist()
+        for row in range(logits.shape[0]):
+            prefix = state.ids[row, : lengths[row] - 1]  # before the anchor, which is node 0
+            for node in range(tree.size):
+                if not valid[row][node]:
+                    continue
+                path, at = [], node
+                while at >= 0:
+                    path.append(at)
+                    at = parents[row][at]
+                history = torch.cat([prefix, tree.tokens[row, path[::-1]]])[None]
+                out[row, node] = run_processors(processors, history, out[row, node][None])[0]
+        return out
+
+    return process
+
+
+def run_processors(processors: Sequence[Any], history: Tensor, scores: Tensor) -> Tensor:
+    """``history [1, T]``, ``scores [1, V]`` -> processed scores ``[1, V]``."""
+    for processor in processors:
+        scores = processor(history, scores)
+    return scores
+
+
+class TextTrack:
+    """Text of one row as it grows: finds stop strings, and tells which part can no longer change."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.tokenizer, self.stops = tokenizer, stops
+        self.ids: list[int] = []
+        self.given = 0  # characters already streamed
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def push(self, token: int) -> bool:
+        """Add a token; True when a stop string is complete."""
+        self.ids.append(token)
+        return bool(self.stops) and self.cut(self.decode(self.ids)) is not None
+
+    def cut(self, text: str) -> int | None:
+        """Where the first stop string begins, or None."""
+        found = [at for at in (text.find(s) for s in self.stops) if at >= 0]
+        return min(found) if found else None
+
+    def piece(self, final: bool) -> str:
+        """Text that may be streamed now: neither an unfinished character nor the beginning of a stop string."""
+        text = self.decode(self.ids)
+        at = self.cut(text)
+        if at is not None:
+            text = text[:at]
+        elif not final:
+            text = text[: len(text) - self._unsure(text)]
+        new = text[self.given :]
+        self.given = max(self.given, len(text))
+        return new
+
+    def _unsure(self, text: str) -> int:
+        held = len(text) - len(text.rstrip("\ufffd"))
+        for s in self.stops:
+            for length in range(min(len(s) - 1, len(text)), 0, -1):
+                if text.endswith(s[:length]):
+                    held = max(held, length)
+                    break
+        return held
+
+    def final_text(self) -> str:
+        text = self.decode(self.ids)
+        at = self.cut(text)
+        return text if at is None else text[:at]
+
+
+@dataclass(slots=True)
+class Row:
+    """Host record of a row."""
+
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafted: int = 0
+    agreed: int = 0
+    repaired: int = 0
+    repairs_accepted: int = 0
+    reason: str | None = None
+    track: TextTrack | None = None
+
+
+class Session:
+    """Rows of one request, fed with committed tokens by whichever loop runs them."""
+
+    def __init__(self, target: Target, request: Request) -> None:
+        self.target, self.request = target, request
+        self.clock = Clock()
+        self.rows = [Row() for _ in request.prompts]
+        if target.tokenizer is not None:
+            for row in self.rows:
+                row.track = TextTrack(target.tokenizer, request.stop)
+
+    @property
+    def open(self) -> bool:
+        return any(row.reason is None for row in self.rows)
+
+    def feed(self, index: int, tokens: Sequence[int], limit: int) -> int:
+        """Commit tokens to a row until something ends it; returns how many count. The earliest event names the reason;
+        at the same token "stop" goes before "length"."""
+        row = self.rows[index]
+        for used, token in enumerate(tokens, 1):
+            row.tokens.append(token)
+            stopped = token in self.request.eos
+            if row.track is not None:
+                stopped |= row.track.push(token)
+            if not stopped and self.request.criteria:
+                stopped = self._criteria(index)
+            if stopped:
+                row.reason = "stop"
+            elif len(row.tokens) >= limit:
+                row.reason = "length"
+            if row.reason is not None:
+                return used
+        return len(tokens)
+
+    def _criteria(self, index: int) -> bool:
+        history = torch.tensor([self.request.prompts[index] + self.rows[index].tokens], device=self.target.device)
+        return any(bool(torch.as_tensor(c(history, None)).all()) for c in self.request.criteria)
+
+    def begin(self, budgets: Sequence[int]) -> bool:
+        """False when nothing may be generated at all."""
+        if max(budgets) > 0:
+            return True
+        for row in self.rows:
+            row.reason = "length"
+        return False
+
+    def commit_first(self, tokens: Sequence[int], budgets: Sequence[int]) -> None:
+        """The token that reading the prompt gave; it belongs to no round."""
+        for index, token in enumerate(tokens):
+            self.feed(index, [token], budgets[index])
+
+    def commit_tokens(self, tokens: Sequence[int], budgets: Sequence[int]) -> None:
+        """One token for every open row: a round of length one."""
+        for index, token in enumerate(tokens):
+            if self.rows[index].reason is None:
+                self.feed(index, [token], budgets[index])
+                self.rows[index].accepted.append(1)
+
+    def commit_round(self, out: RoundOutput, budgets: Sequence[int]) -> None:
+        """Read a round's result in one transfer and commit it."""
+        width = out.emitted.shape[1]
+        columns = [out.count, out.accepted, out.drafted]
+        packed = torch.cat([torch.stack(columns, 1), out.emitted, out.repaired.long()], 1).tolist()
+        for index, (count, accepted, drafted, *rest) in enumerate(packed):
+            row = self.rows[index]
+            if row.reason is not None:
+                continue
+            used = self.feed(index, rest[:count], budgets[index])
+            repaired = rest[width:]
+            row.accepted.append(used)
+            row.drafted += drafted
+            row.agreed += accepted
+            row.repaired += sum(repaired)
+            row.repairs_accepted += sum(repaired[: min(used, accepted)])
+
+    def result(self) -> Generation:
+        rows = self.rows
+        text = None if self.target.tokenizer is None else [r.track.final_text() for r in rows if r.track is not None]
+        stats = Stats(
+            accepted=[r.accepted for r in rows],
+            drafted=[r.drafted for r in rows],
+            agreed=[r.agreed for r in rows],
+            repaired=[r.repaired for r in rows],
+            repairs_accepted=[r.repairs_accepted for r in rows],
+            seconds=self.clock.seconds,
+        )
+        return Generation([r.tokens for r in rows], text, [r.reason or "length" for r in rows], stats)
+
+
+def speculate(engine: Engine, request: Request) -> Iterator[Session]:
+    """Run a request in rounds; yields the session each time tokens were committed."""
+    session = Session(engine.target, request)
+    budgets = request.budgets(engine.target)
+    if not session.begin(budgets):
+        yield session
+        return
+    state = start(engine, request.prompts, budgets, request.seeds)
+    session.commit_first(state.ids.gather(1, (state.length - 1)[:, None])[:, 0].tolist(), budgets)
+    session.clock.mark("prefill")
+    yield session
+    longest = max(len(p) for p in request.prompts) + 1
+    while session.open:
+        if request.ends_on_host:
+            state.done |= torch.tensor([row.reason is not None for row in session.rows], device=state.done.device)
+        bound = min(_round_up(longest + engine.slack, _BOUND_STEP), state.ids.shape[1])
+        session.clock.mark("host")
+        out = round(engine, state, bound, session.clock.mark)
+        session.commit_round(out, budgets)
+        longest = max(len(p) + len(row.tokens) for p, row in zip(request.prompts, session.rows, strict=True))
+        session.clock.mark("host")
+        yield session
+
+
+def autoregress(target: Target, request: Request) -> Iterator[Session]:
+    """The lean baseline: one token a step, preallocated KV, nothing that a step does not need."""
+    session = Session(target, request)
+    budgets = request.budgets(target)
+    if not session.begin(budgets):
+        yield session
+        return
+    device, batch = target.device, len(request.prompts)
+    lengths = torch.tensor([len(p) for p in request.prompts], device=device)
+    width = int(lengths.max())
+    capacity = width + max(budgets) + 1
+    prompt = torch.zeros(batch, width, dtype=torch.int64, device=device)
+    for row, ids in enumerate(request.prompts):
+        prompt[row, : len(ids)] = torch.tensor(ids, device=device)
+    cache = target.new_cache(batch, capacity)
+    seed = torch.tensor(request.seeds, device=device)
+    columns = torch.arange(capacity, device=device)
+    logits, _ = target.prefill(prompt, lengths, cache)
+    token = _next_token(session, logits, seed, lengths)
+    session.commit_first(token.tolist(), budgets)
+    session.clock.mark("prefill")
+    yield session
+    position, longest = lengths[:, None].clone(), width + 1
+    while session.open:
+        bound = min(_round_up(longest, _BOUND_STEP), capacity)
+        mask = (columns[:bound] <= position)[:, None]  # [B, 1, bound]
+        hidden, _ = target.forward(token[:, None], position, position, mask, cache)
+        token = _next_token(session, target.logits(hidden[:, 0]), seed, position[:, 0] + 1)
+        session.commit_tokens(token.tolist(), budgets)
+        position = (position + 1).clamp_max(capacity - 1)  # rows that are done may stay behind the others' end
+        longest += 1
+        session.clock.mark("step")
+        yield session
+
+
+def _next_token(session: Session, logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    request = session.request
+    if request.processors:
+        device = logits.device
+        rows = [
+            run_processors(request.processors, torch.tensor([p + row.tokens], device=device), logits[i : i + 1])
+            for i, (p, row) in enumerate(zip(request.prompts, session.rows, strict=True))
+        ]
+        logits = torch.cat(rows)
+    return choose(request.law, logits[:, None], seed, position[:, None])[:, 0]
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+@torch.no_grad()
+def finish(runs: Iterator[Session]) -> Generation:
+    """Run to the end."""
+    session = None
+    for session in runs:
+        pass
+    assert session is not None
+    return session.result()
+
+
+@torch.no_grad()
+def pieces(runs: Iterator[Session]) -> Iterator[tuple[str, Session]]:
+    """Stream the text of a single row; what was given is never taken back, and the pieces join to the final text."""
+    for session in runs:
+        row = session.rows[0]
+        assert row.track is not None
+        piece = row.track.piece(final=row.reason is not None)
+        if piece or row.reason is not None:
+            yield piece, session

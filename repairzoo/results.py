@@ -1,0 +1,73 @@
+"""What a run returns: tokens, text, why each row ended, and the accounting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Stats:
+    """Accounting of a run; every list has one entry a row.
+
+    Attributes:
+        accepted: committed tokens of each round, bonus included, after end-of-text, stop strings and budget. The first token
+            of a row comes from reading the prompt and belongs to no round.
+        drafted: draft tokens that the target verified. agreed: those it accepted, before truncation.
+        repaired: chain slots where the heads chose another token than the backbone.
+        repairs_accepted: repaired tokens that were committed.
+        seconds: wall time by stage (``prefill``, ``draft``, ``head``, ``verify``, ``accept``, ``commit``, ``host``).
+    """
+
+    accepted: list[list[int]]
+    drafted: list[int]
+    agreed: list[int]
+    repaired: list[int]
+    repairs_accepted: list[int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        return sum(len(row) for row in self.accepted)
+
+    @property
+    def tau(self) -> float:
+        """Committed tokens per round, pooled over rows; 0.0 when no round ran."""
+        return sum(map(sum, self.accepted)) / self.rounds if self.rounds else 0.0
+
+    @property
+    def tau_per_row(self) -> list[float]:
+        return [sum(row) / len(row) if row else 0.0 for row in self.accepted]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Everything after the prompt was read."""
+        return sum(value for stage, value in self.seconds.items() if stage != "prefill")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tau": self.tau,
+            "tau_per_row": self.tau_per_row,
+            "rounds": self.rounds,
+            "accepted": self.accepted,
+            "drafted": self.drafted,
+            "agreed": self.agreed,
+            "repaired": self.repaired,
+            "repairs_accepted": self.repairs_accepted,
+            "seconds": dict(self.seconds),
+        }
+
+
+@dataclass(slots=True)
+class Generation:
+    """The result of a run; a single input still gives lists of length one.
+
+    Attributes:
+        token_ids: new tokens of each row. text: the same, decoded (None without a tokenizer).
+        finish_reason: ``"stop"`` (end-of-text, stop string or a stopping criterion) or ``"length"``.
+    """
+
+    token_ids: list[list[int]]
+    text: list[str] | None
+    finish_reason: list[str]
+    stats: Stats
