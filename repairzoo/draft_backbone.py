@@ -44,8 +44,8 @@ class BlockBackbone(Trunk):
     Attributes:
         config: the published config.
         block_size: rows of a block: the anchor and ``block_size - 1`` masks.
-        first_slot: block row of slot 0. Row ``first_slot + i`` predicts slot ``i``: the token at anchor position + 1 + i. The shift
-            is made when a block is drafted and nowhere later.
+        first_slot: block row of slot 0. Row ``first_slot + i`` predicts slot ``i``: the token at anchor position + 1 +
+            i. The shift is made when a block is drafted and nowhere later.
         slots: predictions of a block, ``block_size - first_slot``.
         tapped_layers: target layers whose outputs are concatenated into a feature row; -1 is the embedding output.
     """
@@ -103,18 +103,18 @@ class BlockBackbone(Trunk):
             )
         if self.mask_token_id >= embedding.shape[0]:
             raise IncompatibleArtifact(
-                f"mask_token_id {self.mask_token_id} lies outside the target's embedding of {embedding.shape[0]} rows; the "
-                "embedding was trimmed, or the draft belongs to another target"
+                f"mask_token_id {self.mask_token_id} lies outside the target's embedding of {embedding.shape[0]} "
+                "rows; the embedding was trimmed, or the draft belongs to another target"
             )
         if embedding.shape[0] != c.vocab_size or output_weight.shape[0] > c.vocab_size:
             raise IncompatibleArtifact(
-                f"the draft was trained with a vocabulary of {c.vocab_size}, the target has {shapes}; use the draft of this "
-                "target, and its embedding as published (neither resized nor trimmed)"
+                f"the draft was trained with a vocabulary of {c.vocab_size}, the target has {shapes}; use the draft "
+                "of this target, and its embedding as published (neither resized nor trimmed)"
             )
         if num_layers is not None and num_layers != c.num_target_layers:
             raise IncompatibleArtifact(
-                f"the draft taps layers {list(self.tapped_layers)} of a target with {c.num_target_layers} layers; this target "
-                f"has {num_layers}"
+                f"the draft taps layers {list(self.tapped_layers)} of a target with {c.num_target_layers} layers; "
+                f"this target has {num_layers}"
             )
         if output is not None and sum(output.sizes) != output_weight.shape[0]:
             raise IncompatibleArtifact(f"the output product has {sum(output.sizes)} rows, the output head {shapes}")
@@ -137,7 +137,7 @@ class BlockBackbone(Trunk):
         return x if scale == 1 else x * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Base logits ``[..., V]`` of hidden rows ``[..., D]``: ``cap * tanh(m W z / cap)``; float32, or float64 if W is."""
+        """Logits ``[..., V]`` of hidden rows ``[..., D]``: ``cap * tanh(m W z / cap)``; float32 (float64 if W is)."""
         target = self._bound
         scores = wide(target.output(hidden.to(target.output_weight.dtype))[0])
         if self.config.output_multiplier != 1:
@@ -159,13 +159,14 @@ class BlockBackbone(Trunk):
         """Draft one block after each row's anchor.
 
         Args:
-            cache: features of all positions before the anchor have been injected by ``extend``; it has room for a block at
-                every anchor. The block's own keys and values are written past the anchor and overwritten later.
+            cache: features of all positions before the anchor have been injected by ``extend``; it has room for a
+                block at every anchor. The block's own keys and values are written past the anchor and overwritten
+                later.
             anchor_ids: ``[B]`` int64. anchor_positions: ``[B]`` int64.
-            bound: only the first ``bound`` cache entries are read; at least the largest anchor position + ``rows``. None is
-                the whole capacity.
-            rows: block rows, at most ``block_size`` (the default): fewer give fewer slots. Full layers are not causal, so a
-                shorter block has other drafts, not a prefix of the long one's.
+            bound: only the first ``bound`` cache entries are read; at least the largest anchor position + ``rows``.
+                None is the whole capacity.
+            rows: block rows, at most ``block_size`` (the default): fewer give fewer slots. Full layers are not causal,
+                so a shorter block has other drafts, not a prefix of the long one's.
 
         Returns:
             ``rows - first_slot`` slots: slot ``i`` predicts the token at ``anchor_positions + 1 + i``.
@@ -256,7 +257,8 @@ class BlockBackbone(Trunk):
         return cls.config_type.from_dict(parse_json(path.read_bytes(), str(path)), str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each by a temporary name; ``load`` gives the same draft back.
+        """Write ``config.json`` and ``model.safetensors``, each by a temporary name; ``load`` gives the same draft
+        back.
 
         The config is the published one; only its dtype follows the tensors.
 

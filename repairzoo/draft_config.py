@@ -139,8 +139,8 @@ class DraftConfig:
             (self.block_size >= 2, f"block_size is {self.block_size}; a block needs the anchor and at least one mask"),
             (
                 0 <= self.mask_token_id < self.vocab_size,
-                f"mask_token_id {self.mask_token_id} is no row of an embedding with vocab_size {self.vocab_size}; it must "
-                "be the id that the draft was trained with (Model-Optimizer#1621)",
+                f"mask_token_id {self.mask_token_id} is no row of an embedding with vocab_size {self.vocab_size}; it "
+                "must be the id that the draft was trained with (Model-Optimizer#1621)",
             ),
             (
                 len(ids) > 0 and len(set(ids)) == len(ids),
@@ -206,7 +206,8 @@ class Reader:
         outer = self.raw.get(key)
         if inner is not None and outer is not None and inner != outer:
             raise InvalidArtifact(
-                f"key {key!r} is {inner!r} in {NEST} but {outer!r} at the top level; keep the one that the draft was trained with"
+                f"key {key!r} is {inner!r} in {NEST} but {outer!r} at the top level; keep the one that the draft was "
+                "trained with"
             )
         value = inner if inner is not None else outer
         if value is None and required:
@@ -282,8 +283,8 @@ def read_common(reader: Reader) -> dict[str, Any]:
         found = reader.get(key)
         if found != wanted:
             raise InvalidArtifact(
-                f"key {key!r} is {found!r}; only {wanted!r} is computed here (other families differ in their norms, scales "
-                "or activations and would load without an error)"
+                f"key {key!r} is {found!r}; only {wanted!r} is computed here (other families differ in their norms, "
+                "scales or activations and would load without an error)"
             )
     layers = reader.integer("num_hidden_layers")
     windows, causal = _layers(reader, layers)
@@ -333,8 +334,8 @@ def _layers(reader: Reader, count: int) -> tuple[tuple[int | None, ...], tuple[b
     if "sliding_attention" in types:
         if sliding_on is False:
             raise InvalidArtifact(
-                "key 'use_sliding_window' is false but 'layer_types' has sliding layers; keep the one that the draft was "
-                "trained with"
+                "key 'use_sliding_window' is false but 'layer_types' has sliding layers; keep the one that the draft "
+                "was trained with"
             )
         window = reader.integer("sliding_window")
     stated = {
@@ -394,8 +395,8 @@ def _rope(reader: Reader) -> dict[str, Any]:
         for name, setting in value.items():
             if name in merged and merged[name] != setting:
                 raise InvalidArtifact(
-                    f"key {name!r} is {merged[name]!r} in one place and {setting!r} in {key!r}; keep the one that the draft "
-                    "was trained with (Model-Optimizer#2221)"
+                    f"key {name!r} is {merged[name]!r} in one place and {setting!r} in {key!r}; keep the one that "
+                    "the draft was trained with (Model-Optimizer#2221)"
                 )
             merged[name] = setting
     if merged.get("rope_theta") is None:
@@ -405,15 +406,16 @@ def _rope(reader: Reader) -> dict[str, Any]:
     if kind is None:
         if set(merged) - {"rope_theta"} - _ROPE_NOISE:
             raise InvalidArtifact(
-                f"key 'rope_type' is missing beside {sorted(set(merged) - {'rope_theta'})}; state it ('linear', 'yarn', ...)"
+                f"key 'rope_type' is missing beside {sorted(set(merged) - {'rope_theta'})}; state it ('linear', "
+                "'yarn', ...)"
             )
         kind = "default"
     if kind == "mrope":
         kind = "default"
     if kind not in _ROPE_KEYS:
         raise InvalidArtifact(
-            f"key 'rope_type' is {kind!r}; supported are {', '.join(_ROPE_KEYS)} (types whose frequencies change with the "
-            "length or between layers cannot be applied to cached keys)"
+            f"key 'rope_type' is {kind!r}; supported are {', '.join(_ROPE_KEYS)} (types whose frequencies change "
+            "with the length or between layers cannot be applied to cached keys)"
         )
     partial = merged.pop("partial_rotary_factor", None)
     if partial not in (None, 1, 1.0):

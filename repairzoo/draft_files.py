@@ -24,8 +24,8 @@ def read_weights(folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: t
         dtype: of every tensor, as the config states it.
 
     Raises:
-        InvalidArtifact: a file is missing or damaged; a tensor is missing, unknown, not finite, or of another shape or dtype.
-            The message names the file and the tensor.
+        InvalidArtifact: a file is missing or damaged; a tensor is missing, unknown, not finite, or of another shape or
+            dtype. The message names the file and the tensor.
     """
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file() and index.is_file():
@@ -42,22 +42,22 @@ def read_weights(folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: t
         pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
         if pickles:
             raise InvalidArtifact(
-                f"{folder}: no {WEIGHTS}, only {', '.join(pickles)}, which is never unpickled here; make safetensors of it "
-                "with `repairzoo convert`"
+                f"{folder}: no {WEIGHTS}, only {', '.join(pickles)}, which is never unpickled here; make safetensors "
+                "of it with `repairzoo convert`"
             )
         raise InvalidArtifact(f"{folder / WEIGHTS}: no such file (nor {INDEX}); fetch the draft again")
     for name in tensors:
         if name.startswith(("embed_tokens.", "lm_head.")) and name not in expected:
             raise InvalidArtifact(
-                f"{homes[name]}: unknown tensor {name!r}: this kind of draft borrows it from its target; drafts that store "
-                "it (DeepSpec's) follow another slot convention"
+                f"{homes[name]}: unknown tensor {name!r}: this kind of draft borrows it from its target; drafts that "
+                "store it (DeepSpec's) follow another slot convention"
             )
     require_tensors(tensors, expected, where)
     for name, tensor in tensors.items():
         if tensor.dtype != dtype:
             raise InvalidArtifact(
-                f"{homes[name]}: tensor {name!r} is {tensor.dtype} but the config's key 'dtype' states {dtype}; use config "
-                "and weights of one release"
+                f"{homes[name]}: tensor {name!r} is {tensor.dtype} but the config's key 'dtype' states {dtype}; use "
+                "config and weights of one release"
             )
     return tensors
 

@@ -1,8 +1,8 @@
 """The block-parallel trunk that DFlash, Domino and DSpark share: Qwen3-style layers with injected target features.
 
-Notation (DFlash, arXiv 2602.06036, section 4): a row has committed tokens at positions ``0 .. s``; ``s`` is the anchor, whose
-target feature does not exist yet. ``c_t = RMSNorm(W_fc f_t)`` for ``t < s`` is the context. Every layer turns the same
-``c`` into further keys and values; the block's own rows are queries, keys and values as usual.
+Notation (DFlash, arXiv 2602.06036, section 4): a row has committed tokens at positions ``0 .. s``; ``s`` is the
+anchor, whose target feature does not exist yet. ``c_t = RMSNorm(W_fc f_t)`` for ``t < s`` is the context. Every layer
+turns the same ``c`` into further keys and values; the block's own rows are queries, keys and values as usual.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
 class Rotary(nn.Module):
     """Half-split rotary embedding of absolute positions; no stored tensors.
 
-    Cosines are computed at every position asked for: a table that ends at ``max_position_embeddings`` gives all later positions
-    one phase (TensorRT-LLM#16813).
+    Cosines are computed at every position asked for: a table that ends at ``max_position_embeddings`` gives all later
+    positions one phase (TensorRT-LLM#16813).
     """
 
     def __init__(self, rope: dict[str, Any], head_dim: int):
@@ -140,7 +140,8 @@ class DraftLayer(nn.Module):
 class DraftCache:
     """What a trunk remembers of a text; entry ``c`` of row ``b`` belongs to position ``c``.
 
-    Entries at or past a row's anchor are scratch: they are masked now and overwritten later, so they only have to be finite.
+    Entries at or past a row's anchor are scratch: they are masked now and overwritten later, so they only have to be
+    finite.
 
     Attributes:
         keys, values: one ``[B, C, Hkv, d]`` tensor a layer; keys are normalised and rotated.
@@ -170,7 +171,7 @@ class _LayerProducts:
 
 @dataclass(slots=True)
 class _Products:
-    """Every matrix product of the trunk. Packed ones are copies, so they carry the state of the weights they were made of."""
+    """Every matrix product of the trunk; packed ones are copies and remember the state of their weights."""
 
     fuse: Linear
     context: Linear  # keys and values of all layers: they share their input
@@ -236,8 +237,8 @@ class Trunk(nn.Module):
         """Inject target features: write ``c_t`` and every layer's keys and values of it.
 
         Only *new* features go in; a prefix that is fed twice would be written twice to the same place, not appended
-        (speculators#678). Rows past a row's valid count may be passed along: written at or after the next anchor they are
-        hidden by the mask and overwritten when the true features arrive.
+        (speculators#678). Rows past a row's valid count may be passed along: written at or after the next anchor they
+        are hidden by the mask and overwritten when the true features arrive.
 
         Args:
             cache: written in place.
@@ -257,8 +258,8 @@ class Trunk(nn.Module):
     def _block_hidden(self, cache: DraftCache, x: Tensor, positions: Tensor, bound: int) -> Tensor:
         """Hidden rows ``[B, T, D]`` of one block ``x [B, T, D]`` at consecutive ``positions [B, T]``, anchor first.
 
-        Reads the first ``bound`` entries of the cache; the block's own keys and values go to its positions there and are
-        overwritten by the next ``extend``.
+        Reads the first ``bound`` entries of the cache; the block's own keys and values go to its positions there and
+        are overwritten by the next ``extend``.
         """
         rows = flat_index(positions, cache.capacity)
         columns = torch.arange(bound, device=x.device)[None, None]  # [1, 1, C]
@@ -281,7 +282,8 @@ class Trunk(nn.Module):
 
     # --- training -----------------------------------------------------------------------------------------------
     def _train_hidden(self, features: Tensor, x: Tensor, anchors: Tensor) -> Tensor:
-        """Hidden rows ``[B, N, R, D]`` of ``N`` blocks ``x [B, N, R, D]`` at ``anchors [B, N]`` of one text, in one pass.
+        """Hidden rows ``[B, N, R, D]`` of ``N`` blocks ``x [B, N, R, D]`` at ``anchors [B, N]`` of one text, in one
+        pass.
 
         Rows of block ``n`` see context strictly before ``anchors[n]`` and their own block, exactly as when decoding.
         """
