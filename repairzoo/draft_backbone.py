@@ -44,8 +44,8 @@ class BlockBackbone(Trunk):
     Attributes:
         config: the published config.
         block_size: rows of a block: the anchor and ``block_size - 1`` masks.
-        first_slot: block row of slot 0. Row ``first_slot + i`` predicts slot ``i``: the token at anchor position + 1 +
-            i. The shift is made when a block is drafted and nowhere later.
+        first_slot: block row of slot 0; row ``first_slot + i`` predicts slot ``i``. The shift is made when a block is
+            drafted and nowhere later.
         slots: predictions of a block, ``block_size - first_slot``.
         tapped_layers: target layers whose outputs are concatenated into a feature row; -1 is the embedding output.
     """
@@ -257,8 +257,7 @@ class BlockBackbone(Trunk):
         return cls.config_type.from_dict(parse_json(path.read_bytes(), str(path)), str(path))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each by a temporary name; ``load`` gives the same draft
-        back.
+        """Write ``config.json`` and ``model.safetensors``, each by a temporary name; ``load`` reads the same draft.
 
         The config is the published one; only its dtype follows the tensors.
 

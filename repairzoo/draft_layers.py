@@ -282,8 +282,7 @@ class Trunk(nn.Module):
 
     # --- training -----------------------------------------------------------------------------------------------
     def _train_hidden(self, features: Tensor, x: Tensor, anchors: Tensor) -> Tensor:
-        """Hidden rows ``[B, N, R, D]`` of ``N`` blocks ``x [B, N, R, D]`` at ``anchors [B, N]`` of one text, in one
-        pass.
+        """Hidden rows ``[B, N, R, D]`` of ``N`` blocks ``x [B, N, R, D]`` at ``anchors [B, N]``, in one pass.
 
         Rows of block ``n`` see context strictly before ``anchors[n]`` and their own block, exactly as when decoding.
         """

@@ -11,8 +11,8 @@ from repairzoo.errors import InvalidArtifact
 
 # refused whatever they hold: these keys exist only in artifacts of another kind
 OTHER_KIND = {
-    "speculators_config": "a vLLM speculators artifact (layer ids are shifted by one and the vocabulary may be
-    reduced)", "speculators_model_type": "a vLLM speculators artifact",
+    "speculators_config": "a vLLM speculators artifact (layer ids shifted by one, perhaps a reduced vocabulary)",
+    "speculators_model_type": "a vLLM speculators artifact",
     "transformer_layer_config": "a vLLM speculators artifact",
     "aux_hidden_state_layer_ids": "a vLLM speculators artifact; these ids are shifted by one",
     "markov_rank": "a DSpark or DeepSpec artifact, whose slot 0 predicts (also with markov_rank 0)",
