@@ -1,0 +1,65 @@
+"""Losses of block drafts. Every term is a numerator and a denominator, so that denominators can be summed over processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def decay_weights(slots: int, gamma: float | None, device: torch.device | None = None) -> Tensor:
+    """``[S]`` weights ``exp(-i / gamma)`` of slot ``i`` (DFlash, section 4.2, counted from the first predicting slot)."""
+    steps = torch.arange(slots, device=device, dtype=torch.float32)
+    return torch.ones(slots, device=device) if not gamma else torch.exp(-steps / gamma)
+
+
+def dpace_weights(p: Tensor, mask: Tensor, alpha: float = 0.5) -> Tensor:
+    """Detached weights ``w_j = sum_{m>=j} prod_{i<=m} ((1-alpha) p_i + alpha)`` (D-PACE, arXiv 2605.18810).
+
+    Args:
+        p: ``[..., S]`` probability of each label. mask: ``[..., S]`` bool.
+    """
+    smooth = ((1 - alpha) * p.detach() + alpha).masked_fill(~mask, 0.0)
+    survival = smooth.cumprod(-1)
+    return survival.flip(-1).cumsum(-1).flip(-1)
+
+
+def place_in(columns: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of every label within sorted ``columns [C]``, and whether it is there."""
+    place = torch.searchsorted(columns, labels.contiguous()).clamp_max(len(columns) - 1)
+    return place, columns[place] == labels
+
+
+def block_cross_entropy(
+    hidden: Tensor,
+    output_weight: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float | None = None,
+    columns: Tensor | None = None,
+    dpace: bool = False,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Weighted cross entropy of slot rows: numerator ``sum(w * ce)`` and denominator ``sum(w)``.
+
+    Args:
+        hidden: ``[B, N, S, D]``. output_weight: ``[V, D]``. labels, mask: ``[B, N, S]``.
+        gamma: slot decay; None for none. columns: sorted ids that the softmax runs over (None: all). Labels outside carry no
+            weight: exact for the gradient only as far as the other tokens' probabilities are negligible.
+        dpace: weigh by :func:`dpace_weights` instead of the decay; the denominator is then the number of blocks' rows ``B``.
+        scale: multiplies the logits (``output_multiplier``).
+    """
+    if columns is not None:
+        output_weight = output_weight[columns]
+        labels, known = place_in(columns, labels)
+        mask = mask & known
+    rows = mask.nonzero(as_tuple=True)
+    logits = F.linear(hidden[rows].to(output_weight.dtype), output_weight).float() * scale
+    entropy = F.cross_entropy(logits, labels[rows], reduction="none")
+    if dpace:
+        p = torch.zeros(labels.shape, device=hidden.device).index_put(rows, (-entropy).exp())
+        weights = dpace_weights(p, mask)[rows]
+        return (entropy * weights).sum(), torch.tensor(float(labels.shape[0]), device=hidden.device)
+    weights = decay_weights(labels.shape[-1], gamma, hidden.device)[rows[-1]]
+    return (entropy * weights).sum(), weights.sum()
