@@ -1,7 +1,7 @@
 """The acceptance rules, against the exact law of one round.
 
 No Monte Carlo: the result of a round is piecewise constant in every uniform number, with breaks where a cumulative sum
-or p/q lies. One evaluation inside each piece, weighted by its length, gives the law of the committed tokens to rounding.
+or p/q lies. One evaluation inside each piece, weighted by its length, gives the law of the committed tokens exactly.
 """
 
 import itertools
