@@ -93,7 +93,12 @@ def generate(
     tree: Annotated[int | None, typer.Option(help="Verify a tree of this many nodes instead of a chain.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
-    chat: Annotated[bool, typer.Option("--chat/--raw", help="Apply the chat template, or only continue.")] = True,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw", help="Apply the chat template, or continue the text.", show_default="chat if there is one"
+        ),
+    ] = None,
     compare: Annotated[bool, typer.Option(help="Also decode plainly, and compare speed and tokens.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -112,20 +117,26 @@ def generate(
             dtype=None if dtype is None else getattr(torch, dtype.value),
             tree=tree,
         )
-        inputs = _inputs(zoo.target, text, chat)
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+        options = {
+            "chat": chat,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+        }
         if compare:  # the first pass of either loop pays for allocation
-            zoo.generate(inputs, **sampling, max_new_tokens=8)
-            repairzoo.autoregressive(zoo.target, inputs, **sampling, max_new_tokens=8)
+            zoo.generate(text, **options, max_new_tokens=min(8, max_new_tokens))
+            repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=min(8, max_new_tokens))
         pieces = []
-        for piece in zoo.stream(inputs, **sampling, max_new_tokens=max_new_tokens):
+        for piece in zoo.stream(text, **options, max_new_tokens=max_new_tokens):
             pieces.append(piece)
             if not as_json:
                 print(piece, end="", flush=True)
         out = zoo.last
         plain = None
         if compare:
-            plain = repairzoo.autoregressive(zoo.target, inputs, **sampling, max_new_tokens=max_new_tokens)
+            plain = repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=max_new_tokens)
         if as_json:
             _print_json(_as_dict(zoo, backbone, head, "".join(pieces), out, plain, temperature))
         else:
@@ -134,22 +145,10 @@ def generate(
                 print(line, file=sys.stderr)
 
 
-def _inputs(target: Any, text: str, chat: bool) -> Any:
-    """Chat messages, or token ids of the text as it is."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        raise InvalidInput(f"the target {target.name} has no tokenizer, so it takes token ids only: use it from Python")
-    if not chat:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise InvalidInput(f"the tokenizer of {target.name} has no chat template: use --raw to continue the text")
-    return [{"role": "user", "content": text}]
-
-
 def _decode_speed(out: Any) -> float:
     """Tokens per second of the decode loop: prefill, which yields the first token, is not in it."""
-    seconds = sum(value for stage, value in out.stats.seconds.items() if stage != "prefill")
-    tokens = sum(len(ids) for ids in out.token_ids) - len(out.token_ids)
+    seconds = out.stats.decode_seconds
+    tokens = sum(len(ids) - 1 for ids in out.token_ids if ids)
     return tokens / seconds if seconds > 0 else 0.0
 
 
@@ -194,7 +193,7 @@ def _report(zoo: Any, backbone: str, head: str, out: Any, plain: Any, temperatur
         ("τ", f"{stats.tau:.2f} committed tokens per round"),
     ]
     if head != "none":
-        rows.append(("repaired", f"{stats.repaired} slots, {stats.repairs_accepted} of them accepted by the target"))
+        rows.append(("repaired", f"{sum(stats.repaired)} slots, {sum(stats.repairs_accepted)} of them committed"))
     if plain is None:
         rows.append(("speed", f"{_decode_speed(out):.1f} tokens/s"))
     else:
