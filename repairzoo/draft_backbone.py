@@ -14,11 +14,11 @@ from torch import Tensor
 
 from repairzoo.block import HISTORY, DraftBlock
 from repairzoo.draft_config import DTYPES, DraftConfig
-from repairzoo.draft_files import CONFIG, INDEX, WEIGHTS, read_weights
+from repairzoo.draft_files import CONFIG, INDEX, WEIGHTS, read_weights, write_weights
 from repairzoo.draft_layers import DraftCache, Trunk, wide
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.linear import Linear
-from repairzoo.safe_file import parse_json, replacing, write_safetensors
+from repairzoo.safe_file import parse_json, replacing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -213,6 +213,10 @@ class BlockBackbone(Trunk):
         ids = torch.cat((input_ids.gather(1, anchors)[..., None], masks), -1)  # [B, N, R]
         return self._train_hidden(features, self.embed(ids), anchors)
 
+    def forward(self, features: Tensor, input_ids: Tensor, anchors: Tensor) -> Tensor:
+        """:meth:`train_forward`, for wrappers that call the module."""
+        return self.train_forward(features, input_ids, anchors)
+
     # --- files --------------------------------------------------------------------------------------------------
     @classmethod
     def load(
@@ -272,6 +276,6 @@ class BlockBackbone(Trunk):
         if self.dtype != self.config.dtype:
             name = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
             published |= {key: name for key in ("dtype", "torch_dtype") if key in published}
-        write_safetensors(folder / WEIGHTS, self.state_dict(), {"format": "pt"})
+        write_weights(folder / WEIGHTS, self.state_dict())
         with replacing(folder / CONFIG) as file:
             file.write((json.dumps(published, indent=2, allow_nan=False) + "\n").encode())

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from repairzoo.artifact import tensors_hash
 from repairzoo.errors import InvalidArtifact
-from repairzoo.safe_file import parse_json, read_safetensors, require_tensors
+from repairzoo.safe_file import parse_json, read_header, read_safetensors, require_tensors, write_safetensors
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+HASH = "tensors_sha256"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -33,7 +35,7 @@ def read_weights(folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: t
             f"{folder}: has both {WEIGHTS} and {INDEX}; remove the one that the release does not have"
         )
     if single.is_file():
-        tensors, where = read_safetensors(single), single
+        tensors, where = _read_file(single), single
         homes = dict.fromkeys(tensors, single)
     elif index.is_file():
         tensors, homes = _read_shards(folder, index)
@@ -62,6 +64,21 @@ def read_weights(folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: t
     return tensors
 
 
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file by a temporary name, with a hash of its content that :func:`read_weights` checks."""
+    write_safetensors(path, tensors, {"format": "pt", HASH: tensors_hash(tensors)})
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    tensors = read_safetensors(path)
+    stated = read_header(path).metadata.get(HASH)  # published files have none
+    if stated is not None and stated != tensors_hash(tensors):
+        raise InvalidArtifact(
+            f"{path}: the tensors are not those that were written (metadata key {HASH!r}); fetch the file again"
+        )
+    return tensors
+
+
 def _read_shards(folder: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, Path]]:
     """Tensors of all shards, and the file of each; index and shards must list the same tensors."""
     table = parse_json(index.read_bytes(), str(index))
@@ -76,7 +93,7 @@ def _read_shards(folder: Path, index: Path) -> tuple[dict[str, Tensor], dict[str
             raise InvalidArtifact(f"{index}: shard {shard!r} is no plain file name; fetch the file again")
         if not path.is_file():
             raise InvalidArtifact(f"{path}: no such file, but {INDEX} lists it; fetch the missing shard")
-        for name, tensor in read_safetensors(path).items():
+        for name, tensor in _read_file(path).items():
             if places.get(name) != shard:
                 raise InvalidArtifact(
                     f"{path}: tensor {name!r} is not listed for this file in {INDEX}; fetch both again"

@@ -50,7 +50,8 @@ def rope_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float
     theta, kind = float(rope["rope_theta"]), rope["rope_type"]
     with torch.device("cpu"):
         if kind == "default":
-            return theta ** -(torch.arange(0, head_dim, 2).float() / head_dim), 1.0
+            # reciprocal last, as transformers rounds it: a far position multiplies the last bit
+            return 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         from transformers import Qwen3Config
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
