@@ -1,0 +1,181 @@
+"""The command line: answers at once, streams, counts, and never shows a traceback for a user's mistake."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import repairzoo
+from repairzoo.cli import app
+
+GOLDEN = Path(__file__).parent / "golden"
+DRAFT = GOLDEN / "dflash" / "trained_b8" / "draft"
+
+
+def invoke(*arguments: object, text: str | None = None):
+    return CliRunner().invoke(app, [str(a) for a in arguments], input=text)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    """The golden target, with a tokenizer of one token a character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("target")
+    shutil.copytree(GOLDEN / "targets" / "trained_tied", folder, dirs_exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="\0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def options(target) -> list[object]:
+    return ["--target", target, "--backbone", DRAFT, "--head", "none", "--dtype", "float32", "--device", "cpu"]
+
+
+# --- quick commands -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["list"], ["info", "dels"], ["--version"]])
+def test_quick_commands_import_nothing_heavy(arguments):
+    code = f"""
+import sys
+from repairzoo.cli import app
+try:
+    app({arguments!r})
+except SystemExit as end:
+    assert end.code == 0, end.code
+heavy = {{"torch", "transformers", "numpy", "safetensors"}} & set(sys.modules)
+sys.exit(f"imported {{heavy}}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_help_names_every_command():
+    out = invoke("--help").stdout
+    assert all(command in out for command in ("generate", "list", "info"))
+    assert "--compare" in invoke("generate", "--help").stdout
+
+
+def test_list():
+    known = json.loads(invoke("list", "--json").stdout)
+    assert known == {
+        "targets": repairzoo.list_targets(),
+        "backbones": repairzoo.list_backbones(),
+        "heads": repairzoo.list_heads(),
+    }
+    assert json.loads(invoke("list", "d*", "--json").stdout)["targets"] == []
+    out = invoke("list").stdout
+    assert all(name in out for names in known.values() for name in names)
+    nothing = invoke("list", "zzz*")
+    assert (nothing.exit_code, nothing.stdout) == (2, "")
+    assert "no name matches 'zzz*'" in nothing.stderr
+
+
+def test_info():
+    assert json.loads(invoke("info", "dels", "--json").stdout) == repairzoo.info("dels")
+    out = invoke("info", "dels").stdout
+    assert "repairzoo.heads.dels:DeLS" in out
+    assert "dflash x dels x smollm2-135m" in out
+
+
+def test_version():
+    assert invoke("--version").stdout == f"repairzoo {repairzoo.__version__}\n"
+
+
+def test_an_unknown_name_is_one_line_or_one_object():
+    result = invoke("info", "dles")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: unknown name 'dles': did you mean 'dels'?")
+    assert result.stderr.count("\n") == 1
+    result = invoke("info", "dles", "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"]["type"] == "UnknownName"
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_streams_the_answer_and_reports_beside_it(options):
+    zoo = repairzoo.build(DRAFT, target=options[1], dtype="float32", device="cpu")
+    expected = zoo.generate("hello", max_new_tokens=24)
+    result = invoke("generate", "hello", "--raw", "--max-new-tokens", 24, *options)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == expected.text[0] + "\n"  # statistics never mix with the answer
+    for words in (f"{expected.stats.tau:.2f} committed", f"{expected.stats.rounds} rounds", str(options[1])):
+        assert words in result.stderr
+
+
+def test_generate_json_compares_with_plain_decoding(options):
+    result = invoke("generate", "-", "--compare", "--json", "--max-new-tokens", 24, *options, text="hello")
+    assert result.exit_code == 0, result.stderr
+    out = json.loads(result.stdout)
+    zoo = repairzoo.build(DRAFT, target=options[1], dtype="float32", device="cpu")
+    plain = repairzoo.autoregressive(zoo.target, "hello", max_new_tokens=24)
+    assert out["token_ids"] == plain.token_ids[0]
+    assert out["text"] == plain.text[0]
+    assert out["compare"]["identical"] is True
+    assert out["compare"]["ratio"] > 0
+    assert sum(out["stats"]["accepted"][0]) == len(out["token_ids"]) - 1  # the first comes from reading the prompt
+    assert out["target"]["source"] == zoo.target.source
+
+
+def test_generate_compare_says_what_differs(options):
+    result = invoke("generate", "hello", "--compare", "--max-new-tokens", 12, *options)
+    assert "same tokens" in result.stderr
+    assert "yes, token for token" in result.stderr
+    sampled = invoke(
+        "generate", "hello", "--compare", "--max-new-tokens", 12, "--temperature", 1, "--seed", 3, *options
+    )
+    assert "not comparable above temperature 0" in sampled.stderr
+
+
+def test_generate_seed_and_tree(options):
+    sampled = ["generate", "hello", "--json", "--temperature", 1.5, "--max-new-tokens", 24, *options]
+    texts = [json.loads(invoke(*sampled, "--seed", seed).stdout)["token_ids"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    tree = json.loads(invoke("generate", "hello", "--json", "--tree", 12, "--max-new-tokens", 24, *options).stdout)
+    chain = json.loads(invoke("generate", "hello", "--json", "--max-new-tokens", 24, *options).stdout)
+    assert tree["token_ids"] == chain["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--backbone", "dflsh"], "did you mean 'dflash'"),
+        (["--head", "dles"], "did you mean 'dels'"),
+        (["--head", "dels"], "not for target"),
+        (["--target", "no/such/folder"], "no/such/folder"),
+        (["--target", DRAFT.parent], "config.json"),
+        (["--max-new-tokens", -1], "max_new_tokens"),
+        (["--temperature", -1], "temperature"),
+        (["--top-p", 2], "top_p"),
+        (["--top-k", -3], "top_k"),
+        (["--min-p", -1], "min_p"),
+        (["--tree", 0], "tree"),
+        (["--chat"], "no chat template"),
+    ],
+)
+def test_generate_mistakes_are_one_message(options, extra, words):
+    result = invoke("generate", "hello", *options, *extra, "--json")
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert words in json.loads(result.stdout)["error"]["message"]
+
+
+def test_generate_refuses_an_empty_prompt_and_a_target_without_tokenizer(options):
+    result = invoke("generate", "", "--raw", *options)
+    assert result.exit_code == 2
+    assert "empty" in result.stderr
+    result = invoke("generate", "hello", *options, "--target", GOLDEN / "targets" / "trained_tied")
+    assert result.exit_code == 2
+    assert "no tokenizer" in result.stderr
