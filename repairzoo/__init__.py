@@ -19,6 +19,8 @@ _WHERE = {
     "Stats": "results",
     "Target": "target",
     "load_target": "load_target",
+    "load_backbone": "load_parts",
+    "load_head": "load_parts",
     "list_backbones": "registry",
     "list_heads": "registry",
     "list_targets": "registry",
@@ -31,7 +33,28 @@ _WHERE = {
     "UnsupportedTarget": "errors",
 }
 
-__all__ = [*_WHERE, "__version__"]
+__all__ = [
+    "build",
+    "autoregressive",
+    "Zoo",
+    "Generation",
+    "Stats",
+    "Target",
+    "load_target",
+    "load_backbone",
+    "load_head",
+    "list_backbones",
+    "list_heads",
+    "list_targets",
+    "info",
+    "RepairZooError",
+    "UnknownName",
+    "InvalidInput",
+    "InvalidArtifact",
+    "IncompatibleArtifact",
+    "UnsupportedTarget",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from repairzoo.build import Zoo, autoregressive, build
@@ -43,6 +66,7 @@ if TYPE_CHECKING:
         UnknownName,
         UnsupportedTarget,
     )
+    from repairzoo.load_parts import load_backbone, load_head
     from repairzoo.load_target import load_target
     from repairzoo.registry import info, list_backbones, list_heads, list_targets
     from repairzoo.results import Generation, Stats

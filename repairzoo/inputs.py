@@ -20,6 +20,11 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
 
 
+def _ones(mask: Any) -> bool:
+    """Whether a tokenizer's mask in lists says that nothing is padding."""
+    return mask is None or all(_ones(m) if isinstance(m, (list, tuple)) else m == 1 for m in mask)
+
+
 def prompt_ids(
     target: Target, inputs: Any, attention_mask: Tensor | None = None, chat: bool | None = None
 ) -> list[list[int]]:
@@ -34,11 +39,13 @@ def prompt_ids(
         InvalidInput: nothing to read, ids outside the vocabulary, a prompt longer than the context, or text without a
             tokenizer.
     """
-    if isinstance(inputs, dict) or hasattr(inputs, "input_ids"):
-        attention_mask = (
-            inputs["attention_mask"] if attention_mask is None and "attention_mask" in inputs else attention_mask
-        )
+    if isinstance(inputs, dict) or hasattr(inputs, "input_ids"):  # what a tokenizer returns
+        if "input_ids" not in inputs:
+            raise InvalidInput(f"cannot read a prompt from a dict with the keys {sorted(inputs)}: it needs input_ids")
+        mask = inputs["attention_mask"] if "attention_mask" in inputs else None
         inputs = inputs["input_ids"]
+        if attention_mask is None and (isinstance(mask, Tensor) or not _ones(mask)):
+            attention_mask = mask
     if attention_mask is not None and not isinstance(inputs, Tensor):
         raise InvalidInput("attention_mask goes with a tensor of token ids; lists of ids and text need none")
     if isinstance(inputs, Tensor):
@@ -54,6 +61,8 @@ def prompt_ids(
             f"cannot read a prompt from {type(inputs).__name__}: give a string, chat messages, token ids "
             "(LongTensor [T] or [B, T], or lists of int), or a list of those"
         )
+    if not rows:
+        raise InvalidInput("there is no prompt: the tensor of token ids has no row")
     for number, row in enumerate(rows):
         where = f"prompt {number}" if len(rows) > 1 else "the prompt"
         if not row:
@@ -65,7 +74,8 @@ def prompt_ids(
             )
         if len(row) >= target.max_context:
             raise InvalidInput(
-                f"{where} has {len(row)} tokens, and the target's context of {target.max_context} leaves no room for an answer"
+                f"{where} has {len(row)} tokens, and the target's context of {target.max_context} leaves no room for "
+                f"an answer"
             )
     return rows
 
@@ -81,9 +91,10 @@ def _tensor_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
         raise InvalidInput(f"attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}")
     rows = []
     for number, (row, keep) in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
-        if keep and any(a and not b and c for a, b, c in zip(keep, keep[1:], keep[2:], strict=False)):
+        kept = [at for at, flag in enumerate(keep) if flag]
+        if kept and len(kept) != kept[-1] - kept[0] + 1:
             raise InvalidInput(f"attention_mask of row {number} has a hole: padding is allowed at either end only")
-        rows.append([token for token, kept in zip(row, keep, strict=True) if kept])
+        rows.append([row[at] for at in kept])
     return rows
 
 

@@ -1,7 +1,7 @@
 """Matrix products of the decode path: one place that knows how weights are best laid out on this machine.
 
-A block of eight rows against a row-major float32 matrix costs a CPU two to three times one row, since the library repacks
-the matrix in every call. oneDNN's prepacked layout does it once, and eight rows then cost about 1.2 times one row.
+A block of eight rows against a row-major float32 matrix costs a CPU two to three times one row, since the library
+repacks the matrix in every call. oneDNN's prepacked layout does it once, and eight rows then cost about 1.2 times one row.
 """
 
 from __future__ import annotations

@@ -1,66 +1,101 @@
-"""Names, folders and Hub ids -> backbones and heads that are bound to a target."""
+"""Names and folders -> backbones and heads; what fits a target is bound to it."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from repairzoo.artifact import fingerprint
-from repairzoo.errors import IncompatibleArtifact, InvalidInput
-from repairzoo.registry import registry
+import torch
+
+from repairzoo.artifact import check_fit, fingerprint, read_config
+from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
+from repairzoo.registry import HUB_PREFIX, Entry, registry
 from repairzoo.target import Target
 
 
-def load_backbone(source: str | Path, target: Target) -> Any:
-    """A backbone by registry name (with its weights for this target) or from a folder in a published format."""
-    folder = Path(source).expanduser()
+def load_backbone(
+    source: str | Path,
+    *,
+    target: str = "smollm2-135m",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """A backbone, not yet bound to a target.
+
+    Args:
+        source: a registry name (with its weights for ``target``, likewise a name) or a folder in a published format.
+        device, dtype: None keeps the CPU and the file's dtype.
+
+    Raises:
+        UnknownName, InvalidArtifact, IncompatibleArtifact.
+    """
     known = registry()
     if str(source) in known.entries["backbone"]:
         entry = known.get("backbone", str(source))
-        pair = known.pair(str(source), "none", _target_name(target))
-        folder = Path(known.weights(pair, "backbone"))
-    elif folder.is_dir():
-        entry = known.get("backbone", "dflash")
+        folder = _local(known.weights(known.pair(str(source), "none", target), "backbone"))
     else:
-        entry = known.get("backbone", str(source))  # raises, naming the nearest
-    backbone = entry.load().load(folder, device=target.device, dtype=target.dtype)  # type: ignore[attr-defined]
-    backbone.bind(target.embedding, target.output_weight, num_layers=target.num_layers, output=target.output)
+        folder = _folder(source, "backbone")
+        entry = known.get("backbone", "dflash")
+    return _class(entry).load(folder, device=device, dtype=dtype)
+
+
+def load_head(source: str | Path, *, backbone: str = "dflash", target: str = "smollm2-135m") -> Any:
+    """A head, not yet bound to a target.
+
+    Args:
+        source: a registry name (with its weights for ``backbone`` and ``target``) or the folder of an artifact.
+
+    Raises:
+        UnknownName, InvalidArtifact, IncompatibleArtifact.
+    """
+    folder = _head_folder(source, backbone, target)
+    return _class(registry().get("head", read_config(folder)["kind"])).load(folder)
+
+
+def bound_backbone(source: Any, target: Target) -> Any:
+    """A backbone by name, folder or as a module, bound to its target."""
+    backbone = source
+    if isinstance(source, (str, Path)):
+        name = target_name(target) if str(source) in registry().entries["backbone"] else ""
+        backbone = load_backbone(source, target=name, device=target.device, dtype=target.dtype)
+    if hasattr(backbone, "bind"):
+        backbone.bind(target.embedding, target.output_weight, num_layers=target.num_layers, output=target.output)
     return backbone
 
 
-def load_heads(head: Any, target: Target, backbone: Any) -> tuple[Any, ...]:
-    """The heads of ``head``, in order: None / ``"none"``, ``"a+b"``, a folder, ``"hf:owner/name@revision"`` or modules."""
-    if head is None or head == "none":
-        return ()
+def bound_heads(head: Any, target: Target, backbone: Any) -> tuple[Any, ...]:
+    """The heads of ``head``, in order, bound: None / ``"none"``, ``"a+b"``, a folder, modules, or a list of those."""
+    return tuple(_bound_heads(head, target, backbone))
+
+
+def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
+    if head is None:
+        return
     if isinstance(head, (list, tuple)):
-        return tuple(h for part in head for h in load_heads(part, target, backbone))
-    if not isinstance(head, (str, Path)):
+        for part in head:
+            yield from _bound_heads(part, target, backbone)
+    elif isinstance(head, Path) or (isinstance(head, str) and _is_path(head)):
+        yield _bind_head(_folder(head, "head"), target)
+    elif isinstance(head, str):
+        names = head.split("+")
+        if not all(names):
+            raise InvalidInput(f"head={head!r}: names joined by '+' must not be empty")
+        for name in names:
+            registry().get("head", name)
+        kind = getattr(backbone, "kind", "custom")
+        for name in names:
+            if name != "none":
+                yield _bind_head(_head_folder(name, kind, target_name(target)), target)
+    else:
         if hasattr(head, "bind"):
             head.bind(target.embedding, target.output_weight)
-        return (head,)
-    folder = Path(head).expanduser()
-    if isinstance(head, Path) or (folder.is_dir() and ("/" in str(head) or str(head).startswith("."))):
-        return (_load_head_folder(folder, target, backbone),)
-    names = str(head).split("+")
-    if any(not name for name in names):
-        raise InvalidInput(f"head={head!r}: names joined by '+' must not be empty")
-    known = registry()
-    heads = []
-    for name in names:
-        known.get("head", name)
-        if name == "none":
-            continue
-        pair = known.pair(getattr(backbone, "kind", "custom"), name, _target_name(target))
-        heads.append(_load_head_folder(Path(known.weights(pair, "head")), target, backbone))
-    return tuple(heads)
+        yield head
 
 
-def _load_head_folder(folder: Path, target: Target, backbone: Any) -> Any:
-    from repairzoo.artifact import check_fit, read_config
-
+def _bind_head(folder: Path, target: Target) -> Any:
     config = read_config(folder)
-    entry = registry().get("head", config["kind"])
     notes = check_fit(
         config,
         target_id=target.name,
@@ -71,19 +106,54 @@ def _load_head_folder(folder: Path, target: Target, backbone: Any) -> Any:
         where=folder / "config.json",
     )
     for note in notes:
-        warnings.warn(note, stacklevel=3)
-    head = entry.load().load(folder)  # type: ignore[attr-defined]
-    head.to(target.device)
+        warnings.warn(note, stacklevel=4)
+    head = _class(registry().get("head", config["kind"])).load(folder).to(target.device)
     head.bind(target.embedding, target.output_weight)
     return head
 
 
-def _target_name(target: Target) -> str:
+def target_name(target: Target) -> str:
+    """The registry name of a target.
+
+    Raises:
+        IncompatibleArtifact: the registry has no weights for it.
+    """
     entry = registry().target(target.name)
     if entry is None:
         known = ", ".join(registry().names("target"))
         raise IncompatibleArtifact(
-            f"the registry has weights for {known}, not for target {target.name!r}: give a folder or a Hub id for the "
-            "backbone and the head, or train them (repairzoo train)"
+            f"the registry has weights for {known}, not for target {target.name!r}: give folders for the backbone and "
+            "the head, or train them (repairzoo train)"
         )
     return entry.name
+
+
+def _head_folder(source: str | Path, backbone: str, target: str) -> Path:
+    known = registry()
+    if isinstance(source, Path) or _is_path(source):
+        return _folder(source, "head")
+    known.get("head", source)
+    return _local(known.weights(known.pair(backbone, source, target), "head"))
+
+
+def _is_path(source: str) -> bool:
+    return source.startswith(HUB_PREFIX) or "/" in source or source.startswith((".", "~"))
+
+
+def _folder(source: str | Path, kind: str) -> Path:
+    folder = Path(source).expanduser()
+    if isinstance(source, str) and not _is_path(source) and not folder.is_dir():
+        registry().get(kind, source)  # raises, naming the nearest
+    return _local(source if str(source).startswith(HUB_PREFIX) else folder)
+
+
+def _local(source: str | Path) -> Path:
+    if str(source).startswith(HUB_PREFIX):
+        raise InvalidInput(f"{source}: this version reads folders only; download the repository and give its folder")
+    if not Path(source).is_dir():
+        raise InvalidArtifact(f"{source}: there is no such folder")
+    return Path(source)
+
+
+def _class(entry: Entry) -> Any:
+    return entry.load()

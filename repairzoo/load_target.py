@@ -37,8 +37,8 @@ def load_target(
     """Load a causal LM and its tokenizer.
 
     Args:
-        source: None or the default's registry name or Hub id: Hub, Hub cache, packaged weights, in that order; otherwise a
-            folder or a Hub id.
+        source: None or the default's registry name or Hub id: Hub, Hub cache, packaged weights, in that order;
+            otherwise a folder or a Hub id.
         revision: commit, tag or branch on the Hub. device, dtype: None chooses.
 
     Raises:

@@ -11,8 +11,8 @@ class Stats:
     """Accounting of a run; every list has one entry a row.
 
     Attributes:
-        accepted: committed tokens of each round, bonus included, after end-of-text, stop strings and budget. The first token
-            of a row comes from reading the prompt and belongs to no round.
+        accepted: committed tokens of each round, bonus included, after end-of-text, stop strings and budget. The
+            first token of a row comes from reading the prompt and belongs to no round.
         drafted: draft tokens that the target verified. agreed: those it accepted, before truncation.
         repaired: chain slots where the heads chose another token than the backbone.
         repairs_accepted: repaired tokens that were committed.

@@ -1,8 +1,8 @@
 """The target: any causal LM with full attention, run on its own weights with our own KV.
 
 ``transformers`` loads the model; the forward pass here reads the same tensors (nothing is copied but an optional packed
-layout on CPU), writes keys and values at per-row positions of preallocated buffers, and taps the residual stream where a
-backbone wants it. Whether a model has the layout that this forward computes is first recognised from its modules and
+layout on CPU), writes keys and values at per-row positions of preallocated buffers, and taps the residual stream where
+a backbone wants it. Whether a model has the layout that this forward computes is first recognised from its modules and
 then *proved* on a few tokens against the model's own forward; a model that is not reproduced is refused by name.
 """
 
@@ -29,8 +29,8 @@ class KVCache:
     """Keys and values of every layer at every position.
 
     Attributes:
-        keys, values: one ``[B, C, Hkv, d]`` tensor a layer. Entry ``c`` of row ``b`` belongs to position ``c`` once it is
-            committed; entries at or past a row's length are scratch and hidden by the mask.
+        keys, values: one ``[B, C, Hkv, d]`` tensor a layer. Entry ``c`` of row ``b`` belongs to position ``c`` once
+            it is committed; entries at or past a row's length are scratch and hidden by the mask.
     """
 
     keys: list[Tensor]
@@ -53,7 +53,8 @@ class KVCache:
 
 
 def flat_index(columns: Tensor, width: int) -> Tensor:
-    """``[B, T]`` column numbers -> ``[B*T]`` row numbers of a ``[B, width, ...]`` buffer flattened over its first axes."""
+    """``[B, T]`` column numbers -> ``[B*T]`` row numbers of a ``[B, width, ...]`` buffer flattened over its first
+    axes."""
     rows = torch.arange(columns.shape[0], device=columns.device)[:, None] * width
     return (rows + columns).flatten()
 
@@ -274,7 +275,8 @@ class Target:
             ids: ``[B, T]`` int64. lengths: ``[B]`` int64, at least 1. cache, taps: as in ``forward``.
 
         Returns:
-            logits ``[B, V]`` after each row's last token, and features ``[B, T, F*D]`` (rows past a length are garbage).
+            logits ``[B, V]`` after each row's last token, and features ``[B, T, F*D]`` (rows past a length are
+            garbage).
         """
         b, t = ids.shape
         last = ids.new_zeros(b, self.hidden_size, dtype=self.dtype)
@@ -295,7 +297,8 @@ class Target:
 def _refuse(model: Any, why: str) -> UnsupportedTarget:
     kind = getattr(model.config, "model_type", type(model).__name__)
     return UnsupportedTarget(
-        f"target of type {kind!r} ({type(model).__name__}) is not supported: {why}. Supported are decoder-only models with "
+        f"target of type {kind!r} ({type(model).__name__}) is not supported: {why}. Supported are decoder-only models "
+        f"with "
         "the Llama layout (Llama, Qwen2, Qwen3, Mistral and models built like them) and full attention"
     )
 

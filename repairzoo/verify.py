@@ -75,7 +75,7 @@ def ratio(
     p_token = p[:, :S].gather(2, tokens[..., None])[..., 0].double() / p_sum[:, :S]
     q_token = q.gather(2, tokens[..., None])[..., 0].double() / q_sum
     passed = u_accept.double() * q_token < p_token  # [B, S]
-    kept = torch.ones_like(passed) if keep is None else keep.long().cumprod(1).bool()
+    kept = torch.ones_like(passed) if keep is None else keep
     count = (passed & kept).long().cumprod(1).sum(1)  # [B]
 
     # q counts only where its own token was rejected; after a cut or a full run the next token is p's

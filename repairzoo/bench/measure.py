@@ -1,7 +1,7 @@
 """Measure: every cell on every prompt, interleaved in one process, one raw JSON line each.
 
-The first line of a raw file is its manifest. A run that was interrupted continues where it stopped. Speed is only recorded
-beside the plain decoding of the same prompt, and whether the tokens are the same is recorded with it.
+The first line of a raw file is its manifest. A run that was interrupted continues where it stopped. Speed is only
+recorded beside the plain decoding of the same prompt, and whether the tokens are the same is recorded with it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,15 @@ def measure(
         raise InvalidInput("cells need different names")
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {
-        "manifest": {**machine(), "target": {"id": target.name, "revision": target.revision, "source": target.source},
-                     "dtype": str(target.dtype).removeprefix("torch."), "options": options, "repeats": repeats,
-                     "cells": [cell.name for cell in cells], **(manifest or {})}
+        "manifest": {
+            **machine(),
+            "target": {"id": target.name, "revision": target.revision, "source": target.source},
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "options": options,
+            "repeats": repeats,
+            "cells": [cell.name for cell in cells],
+            **(manifest or {}),
+        }
     }
     done = _read_done(path)
     if not path.exists() or path.stat().st_size == 0:

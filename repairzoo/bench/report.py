@@ -90,7 +90,16 @@ def markdown(path: Path) -> str:
 
     parts = ["Tokens per round τ (pooled):", "", table(rows, cells, suites, tau)]
     if any(r["cell"] == BASELINE for r in rows):
-        parts += ["", "Decode speed against plain decoding (median of per-prompt ratios, quartiles):", "",
-                  table(rows, cells, suites, speed), ""]
-        parts += [f"`{c}`: same tokens as plain decoding on {a} of {b} prompts." for c in cells for a, b in [same_tokens(rows, c)]]
+        parts += [
+            "",
+            "Decode speed against plain decoding (median of per-prompt ratios, quartiles):",
+            "",
+            table(rows, cells, suites, speed),
+            "",
+        ]
+        parts += [
+            f"`{c}`: same tokens as plain decoding on {a} of {b} prompts."
+            for c in cells
+            for a, b in [same_tokens(rows, c)]
+        ]
     return "\n".join(parts) + "\n"
