@@ -221,6 +221,11 @@ class DeLS(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
         self.register_buffer("log_prior", torch.zeros(config.vocab_size))
 
+    @property
+    def pool_size(self) -> int | None:
+        """Candidates per slot that the walk should give this head; None for the whole vocabulary."""
+        return self.config.pool_size
+
     def _apply(self, fn: Any, recurse: bool = True) -> DeLS:
         prior = self.log_prior
         super()._apply(fn, recurse)
