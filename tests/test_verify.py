@@ -469,6 +469,13 @@ def test_a_cut_row_continues_from_p_and_a_rejected_one_from_the_residual():
     assert result.bonus.tolist() == [1, 0]
 
 
+def test_a_residual_without_mass_falls_back_to_p():
+    """Invariant 4: p = q rejected by a rounding (forced here by u = 1); the token excluded by both must not appear."""
+    p = torch.tensor([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]])
+    result = ratio(p, p[:, :1], torch.zeros(1, 1, dtype=torch.long), None, torch.ones(1, 1), torch.tensor([0.9]))
+    assert result.count.tolist() == [0] and result.bonus.tolist() == [1]
+
+
 @given(seed=seeds, S=st.integers(1, 4), nodes=st.integers(1, 8))
 @settings(deadline=None, max_examples=60)
 def test_target_first_follows_the_greedy_string(seed, S, nodes):
@@ -500,8 +507,8 @@ def test_target_first_follows_the_greedy_string(seed, S, nodes):
 
 def test_target_first_descends_to_the_first_of_equal_siblings_and_never_into_padding():
     tokens = torch.tensor([[9, 1, 1, 2, 3], [9, 1, 4, 2, 3]])
-    parents = torch.tensor([[0 - 1, 0, 0, 1, 2], [-1, -1, 0, 2, 2]])
-    depths = torch.tensor([[0, 1, 1, 2, 2], [0, 0, 1, 2, 2]])
+    parents = torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 0, 2, 2]])  # the padding node still names a parent
+    depths = torch.tensor([[0, 1, 1, 2, 2], [0, 1, 1, 2, 2]])
     valid = torch.tensor([[True] * 5, [True, False, True, True, True]])
     result = target_first(
         torch.tensor([[1, 2, 3, 0, 0], [1, 2, 3, 0, 0]]), TokenTree(tokens, parents, depths, valid, 2)
