@@ -54,3 +54,41 @@ class Linear:
             return tuple(F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True))
         y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return (y,) if len(self.sizes) == 1 else y.split(self.sizes, dim=-1)
+
+
+class Int8Linear:
+    """``x @ W.T + b`` with weights rounded to 8 bits (one scale a row) and inputs rounded as they come; CPU only.
+
+    For drafts alone: it moves a quarter of the bytes, and a rounded draft can only cost acceptance, since the target
+    verifies it in full precision. Inputs share one scale over all rows of a call, so a row's draft depends (slightly) on
+    the rows beside it; what must be reproducible row by row uses :class:`Linear`.
+
+    Args:
+        weights, biases: as for :class:`Linear`; read once, not kept.
+    """
+
+    __slots__ = ("sizes", "packed")
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor | None] | None = None):
+        self.sizes = [w.shape[0] for w in weights]
+        with torch.no_grad():
+            joined = torch.cat([w.detach().float() for w in weights])
+            bias = None
+            if biases is not None and any(b is not None for b in biases):
+                bias = torch.cat(
+                    [torch.zeros(n) if b is None else b.detach().float() for n, b in zip(self.sizes, biases, strict=True)]
+                )
+            scales = (joined.abs().amax(1) / 127).clamp_min(1e-12).double()
+            zeros = torch.zeros(len(scales), dtype=torch.int64)
+            rounded = torch.quantize_per_channel(joined, scales, zeros, 0, torch.qint8)
+            self.packed = torch.ops.quantized.linear_prepack(rounded, bias)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``x [..., in]`` -> one ``[..., out_i]`` for each matrix, in the dtype of ``x``."""
+        y = torch.ops.quantized.linear_dynamic(x.float(), self.packed, True).to(x.dtype)
+        return (y,) if len(self.sizes) == 1 else y.split(self.sizes, dim=-1)
+
+
+def int8_available(device: torch.device) -> bool:
+    """Whether 8-bit products run here: a CPU with a quantised engine."""
+    return device.type == "cpu" and torch.backends.quantized.engine not in (None, "none", "")

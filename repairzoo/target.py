@@ -8,7 +8,9 @@ then *proved* on a few tokens against the model's own forward; a model that is n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,10 +95,10 @@ class _Layer:
     out: Linear
     gate_up: Linear
     down: Linear
-    input_norm: nn.Module
-    post_norm: nn.Module
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
+    input_norm: Callable[[Tensor], Tensor]
+    post_norm: Callable[[Tensor], Tensor]
+    q_norm: Callable[[Tensor], Tensor] | None
+    k_norm: Callable[[Tensor], Tensor] | None
     activation: nn.Module
     scale: float
 
@@ -121,6 +123,7 @@ class Target:
     max_context: int = field(init=False)
     _layers: list[_Layer] = field(init=False, repr=False)
     _output: Linear = field(init=False, repr=False)
+    _final_norm: Callable[[Tensor], Tensor] = field(init=False, repr=False)
     _head_dim: int = field(init=False, repr=False)
     _kv_heads: int = field(init=False, repr=False)
 
@@ -133,6 +136,7 @@ class Target:
         attention = body.layers[0].self_attn
         self._head_dim = attention.head_dim
         self._kv_heads = attention.k_proj.out_features // self._head_dim
+        self._final_norm = _norm(body.norm)
         self._layers = [_layer(layer, self.pack) for layer in body.layers]
         self._output = Linear([self.output_weight], [self.model.get_output_embeddings().bias], pack=self.pack)
         _prove(self)
@@ -210,7 +214,6 @@ class Target:
         Returns:
             final hidden states ``[B, T, D]`` after the last norm, and tapped features ``[B, T, len(taps)*D]`` or None.
         """
-        body = self.model.model
         bound = mask.shape[-1]
         x = F.embedding(ids, self.embedding)  # [B, T, D]
         cos, sin = self._rotary(positions, x.dtype)
@@ -223,7 +226,7 @@ class Target:
             if index in taps:
                 tapped[index] = x
         features = torch.cat([tapped[t] for t in taps], -1) if taps else None
-        return body.norm(x), features
+        return self._final_norm(x), features
 
     def _layer_forward(
         self,
@@ -344,6 +347,18 @@ def _max_context(config: Any) -> int:
     return min(limit, int(window)) if uses and window else limit
 
 
+def _norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A norm as torch's fused one where that rounds alike: half the time of the module's six operations.
+
+    In half precision the module rounds before it multiplies by its weight, and in float64 it computes in float32; there
+    it is called itself.
+    """
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or not isinstance(eps, float):
+        return module
+    return partial(F.rms_norm, normalized_shape=weight.shape, weight=weight.detach(), eps=eps)
+
+
 def _layer(layer: Any, pack: bool) -> _Layer:
     a, m = layer.self_attn, layer.mlp
 
@@ -355,10 +370,10 @@ def _layer(layer: Any, pack: bool) -> _Layer:
         out=linear(a.o_proj),
         gate_up=linear(m.gate_proj, m.up_proj),
         down=linear(m.down_proj),
-        input_norm=layer.input_layernorm,
-        post_norm=layer.post_attention_layernorm,
-        q_norm=getattr(a, "q_norm", None),
-        k_norm=getattr(a, "k_norm", None),
+        input_norm=_norm(layer.input_layernorm),
+        post_norm=_norm(layer.post_attention_layernorm),
+        q_norm=_norm(a.q_norm) if getattr(a, "q_norm", None) is not None else None,
+        k_norm=_norm(a.k_norm) if getattr(a, "k_norm", None) is not None else None,
         activation=m.act_fn,
         scale=float(getattr(a, "scaling", a.head_dim**-0.5)),
     )
