@@ -19,8 +19,10 @@ from repairzoo.generation import (
     make_request,
     pieces,
     speculate,
+    streamed,
 )
 from repairzoo.inputs import prompt_ids
+from repairzoo.linear import int8_available
 from repairzoo.results import Generation
 from repairzoo.target import Target
 
@@ -67,7 +69,7 @@ class Zoo:
         """
         request = self._request(inputs, attention_mask, chat, options)
         if streamer is not None:
-            self.last = _streamed(self._run(request), request, streamer)
+            self.last = streamed(self._run(request), request, streamer)
         else:
             self.last = finish(self._run(request))
         return self.last
@@ -103,7 +105,7 @@ class Zoo:
             nodes=self.nodes,
             sampled=self.proposal == "sampled" and not request.law.greedy,
             pool=_pool_size(self.heads),
-            processor=hugging_face_processor(request.processors) if request.processors else None,
+            processor=hugging_face_processor(request) if request.processors else None,
         )
 
     def _request(self, inputs: Any, mask: Tensor | None, chat: bool | None, options: dict[str, Any]) -> Request:
@@ -116,21 +118,6 @@ class Zoo:
 def _pool_size(heads: tuple[Any, ...]) -> int | None:
     sizes = {h.pool_size for h in heads if getattr(h, "pool_size", None) is not None}
     return max(sizes) if sizes else None
-
-
-def _streamed(runs: Iterator[Any], request: Request, streamer: Any) -> Generation:
-    if len(request.prompts) != 1:
-        raise InvalidInput(f"a streamer takes one prompt, not {len(request.prompts)}")
-    streamer.put(torch.tensor([request.prompts[0]]))
-    given, session = 0, None
-    for session in runs:
-        tokens = session.rows[0].tokens
-        if tokens[given:]:
-            streamer.put(torch.tensor(tokens[given:]))
-        given = len(tokens)
-    streamer.end()
-    assert session is not None
-    return session.result()
 
 
 def autoregressive(
@@ -169,6 +156,7 @@ def build(
     tree: int | str | None = None,
     tune: Any = None,
     proposal: str = "argmax",
+    draft_int8: bool | None = None,
 ) -> Zoo:
     """Put a target, a backbone and heads together.
 
@@ -181,6 +169,9 @@ def build(
             has.
         tune: None, or ``"auto"`` to use the calibration of this machine when there is one.
         proposal: ``"argmax"`` or ``"sampled"`` (p/q rule above temperature 0).
+        draft_int8: draft with 8-bit matrix products (CPU). They cost a little acceptance and save most of the draft's
+            time; the output is the target's all the same. None: yes for backbones loaded here, unless they are sampled
+            from (a row's law would depend on the rows beside it).
 
     Raises:
         UnknownName, InvalidArtifact, IncompatibleArtifact, UnsupportedTarget, InvalidInput.
@@ -196,6 +187,12 @@ def build(
         raise IncompatibleArtifact(
             f"backbone taps layer {top}, and target {verifier.name!r} has layers 0 to {verifier.num_layers - 1}"
         )
+    if draft_int8 is None:
+        draft_int8 = drafter is not backbone and proposal == "argmax" and int8_available(verifier.device)
+    if draft_int8:
+        if not int8_available(verifier.device):
+            raise InvalidInput(f"draft_int8=True: there are no 8-bit products on {verifier.device}; use None or False")
+        drafter.use_int8()
     heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
     if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from repairzoo.block import HISTORY, DraftBlock
+from repairzoo.block import HISTORY, Corrector, DraftBlock
 from repairzoo.draft_config import DTYPES, DraftConfig
 from repairzoo.draft_files import CONFIG, INDEX, WEIGHTS, read_weights, write_weights
 from repairzoo.draft_layers import DraftCache, Trunk, wide
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
-from repairzoo.linear import Linear
+from repairzoo.linear import Int8Linear, Linear
 from repairzoo.safe_file import parse_json, replacing
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _Borrowed:
 
     embedding: Tensor
     output_weight: Tensor
-    output: Linear
+    output: Linear | Int8Linear
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Borrowed:
         return self
@@ -64,11 +64,16 @@ class BlockBackbone(Trunk):
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self._target: _Borrowed | None = None
+        self._stored_names: dict[str, str] = {}
         if seed is not None:
-            generator = torch.Generator().manual_seed(seed)
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    torch.nn.init.normal_(parameter, std=0.02, generator=generator)
+            self.initialise(seed)
+
+    def initialise(self, seed: int) -> None:
+        """Draw every matrix from N(0, 0.02)."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.02, generator=generator)
 
     @property
     def slots(self) -> int:
@@ -122,6 +127,12 @@ class BlockBackbone(Trunk):
         self._target = _Borrowed(embedding.detach(), weight, output or Linear([weight], pack=False))
         return self
 
+    def use_int8(self) -> None:
+        """See :meth:`Trunk.use_int8`; drafting rounds a copy of the target's output head too."""
+        super().use_int8()
+        borrowed = self._bound
+        self._target = _Borrowed(borrowed.embedding, borrowed.output_weight, Int8Linear([borrowed.output_weight]))
+
     @property
     def _bound(self) -> _Borrowed:
         if self._target is None:
@@ -130,15 +141,20 @@ class BlockBackbone(Trunk):
             )
         return self._target
 
+    @property
+    def _tables(self) -> _Borrowed:
+        """The embedding and output head that drafts are made with: the target's."""
+        return self._bound
+
     def embed(self, ids: Tensor) -> Tensor:
-        """Scaled target embeddings ``[..., D]`` of ``ids [...]``, in the draft's dtype."""
-        x = F.embedding(ids, self._bound.embedding).to(self.dtype)
+        """Scaled embeddings ``[..., D]`` of ``ids [...]``, in the draft's dtype."""
+        x = F.embedding(ids, self._tables.embedding).to(self.dtype)
         scale = self.config.input_embedding_scale
         return x if scale == 1 else x * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` of hidden rows ``[..., D]``: ``cap * tanh(m W z / cap)``; float32 (float64 if W is)."""
-        target = self._bound
+        target = self._tables
         scores = wide(target.output(hidden.to(target.output_weight.dtype))[0])
         if self.config.output_multiplier != 1:
             scores = scores * self.config.output_multiplier
@@ -146,6 +162,10 @@ class BlockBackbone(Trunk):
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     # --- the round ----------------------------------------------------------------------------------------------
+    def corrector(self) -> Corrector | None:
+        """The backbone's own causal corrector, or None."""
+        return None
+
     @torch.no_grad()
     def draft(
         self,
@@ -196,6 +216,7 @@ class BlockBackbone(Trunk):
             history_mask=valid,
             embedding=self._bound.embedding,
             output_weight=self._bound.output_weight,
+            native=self.corrector(),
         )
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -241,12 +262,32 @@ class BlockBackbone(Trunk):
         with torch.device("meta"):
             model = cls(config)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        tensors = read_weights(folder, expected, config.dtype)
+        tables, optional = model._own_tables(), model._optional()
+        tensors, model._stored_names = read_weights(folder, expected | tables, config.dtype, {*tables, *optional})
+        model._keep_tables({name: tensors.pop(name) for name in tables if name in tensors}, folder)
+        for name in optional - tensors.keys():
+            module, _, leaf = name.rpartition(".")
+            model.get_submodule(module).register_parameter(leaf, None)
         tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
         model.load_state_dict(tensors, strict=True, assign=True)
         model.rotary.frequencies = model.rotary.frequencies.to(model.device)
         model.pack = pack
         return model.requires_grad_(False).eval()
+
+    def _own_tables(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the copies of the target's tables that a file may hold."""
+        return {}
+
+    def _optional(self) -> set[str]:
+        """Parameters that a file may lack."""
+        return set()
+
+    def _keep_tables(self, tables: dict[str, Tensor], folder: Path) -> None:
+        """Take the tables that the file held."""
+
+    def _file_tensors(self) -> dict[str, Tensor]:
+        """What ``save`` writes, by the names that the file had."""
+        return {self._stored_names.get(name, name): tensor for name, tensor in self.state_dict().items()}
 
     @classmethod
     def read_config(cls, folder: str | os.PathLike[str]) -> DraftConfig:
@@ -276,6 +317,6 @@ class BlockBackbone(Trunk):
         if self.dtype != self.config.dtype:
             name = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
             published |= {key: name for key in ("dtype", "torch_dtype") if key in published}
-        write_weights(folder / WEIGHTS, self.state_dict())
+        write_weights(folder / WEIGHTS, self._file_tensors())
         with replacing(folder / CONFIG) as file:
             file.write((json.dumps(published, indent=2, allow_nan=False) + "\n").encode())

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from repairzoo.linear import Linear
+from repairzoo.linear import Int8Linear, Linear
 from repairzoo.target import additive, flat_index, grouped_attention, rotate
 
 
@@ -164,25 +164,26 @@ class DraftCache:
 
 @dataclass(slots=True)
 class _LayerProducts:
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: Linear | Int8Linear
+    out: Linear | Int8Linear
+    gate_up: Linear | Int8Linear
+    down: Linear | Int8Linear
 
 
 @dataclass(slots=True)
 class _Products:
     """Every matrix product of the trunk; packed ones are copies and remember the state of their weights."""
 
-    fuse: Linear
-    context: Linear  # keys and values of all layers: they share their input
+    fuse: Linear | Int8Linear
+    context: Linear | Int8Linear  # keys and values of all layers: they share their input
     layers: list[_LayerProducts]
     state: tuple[tuple[int, int], ...] = ()
 
 
-def _join(modules: Sequence[nn.Module], pack: bool) -> Linear:
+def _join(modules: Sequence[nn.Module], pack: bool, int8: bool) -> Linear | Int8Linear:
     linears = [m for m in modules if isinstance(m, nn.Linear)]
-    return Linear([m.weight for m in linears], [m.bias for m in linears], pack=pack)
+    weights, biases = [m.weight for m in linears], [m.bias for m in linears]
+    return Int8Linear(weights, biases) if int8 else Linear(weights, biases, pack=pack)
 
 
 class Trunk(nn.Module):
@@ -193,6 +194,7 @@ class Trunk(nn.Module):
 
     Attributes:
         pack: keep packed copies of the weights for decoding where that is faster (CPU); they follow the weights.
+        int8: decode with 8-bit products; see :meth:`use_int8`.
     """
 
     def __init__(self, config: TrunkConfig):
@@ -203,6 +205,7 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim)
         self.pack = True
+        self.int8 = False
         self._kv_heads, self._head_dim = config.num_key_value_heads, config.head_dim
         self._group = config.num_attention_heads // config.num_key_value_heads
         self._windows, self._causal = config.windows, config.causal
@@ -217,6 +220,14 @@ class Trunk(nn.Module):
         return self.fc.weight.dtype
 
     # --- decoding -----------------------------------------------------------------------------------------------
+    def use_int8(self) -> None:
+        """Decode with matrices rounded to 8 bits from now on (CPU): a quarter of the bytes, drafts that differ a
+        little.
+
+        The target verifies whatever is drafted, so the output keeps its law. Training is not affected.
+        """
+        self.int8, self._packed = True, None
+
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DraftCache:
@@ -367,17 +378,18 @@ class Trunk(nn.Module):
         return self._packed
 
     def _build_products(self, pack: bool) -> _Products:
+        int8 = pack and self.int8
         layers = [
             _LayerProducts(
-                qkv=_join([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj], pack),
-                out=_join([layer.self_attn.o_proj], pack),
-                gate_up=_join([layer.mlp.gate_proj, layer.mlp.up_proj], pack),
-                down=_join([layer.mlp.down_proj], pack),
+                qkv=_join([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj], pack, int8),
+                out=_join([layer.self_attn.o_proj], pack, int8),
+                gate_up=_join([layer.mlp.gate_proj, layer.mlp.up_proj], pack, int8),
+                down=_join([layer.mlp.down_proj], pack, int8),
             )
             for layer in self._layers()
         ]
         pairs = [m for layer in self._layers() for m in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-        return _Products(_join([self.fc], pack), _join(pairs, pack), layers)
+        return _Products(_join([self.fc], pack, int8), _join(pairs, pack, int8), layers)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_packed": None}  # packed copies can be neither copied nor pickled

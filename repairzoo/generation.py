@@ -30,6 +30,9 @@ _STATEFUL = {
 }
 
 
+_BY_ROW = {"PrefixConstrainedLogitsProcessor"}  # looks rows up by their number in the batch
+
+
 class Clock:
     """Adds wall time to stages; ``mark`` closes the stage that ran since the last call."""
 
@@ -51,6 +54,8 @@ class Request:
         prompts: token ids a row. max_new_tokens: at least 0. seeds: one a row.
         stop: strings that end a row; the text is cut before the first match. eos: end-of-text ids.
         processors, criteria: Hugging Face objects, called as ``f(input_ids [1, T], scores [1, V])``.
+        before: tokens that these see before each prompt (the padding of a batch that transformers prepared, which its
+            own processors count), or empty.
     """
 
     prompts: list[list[int]]
@@ -61,6 +66,11 @@ class Request:
     stop: tuple[str, ...] = ()
     processors: tuple[Any, ...] = ()
     criteria: tuple[Any, ...] = ()
+    before: tuple[list[int], ...] = ()
+
+    def history(self, row: int) -> list[int]:
+        """What processors and criteria see before the row's answer."""
+        return [*(self.before[row] if self.before else ()), *self.prompts[row]]
 
     def budgets(self, target: Target) -> list[int]:
         """New tokens that each row may have: what was asked for, as far as its context reaches."""
@@ -90,6 +100,8 @@ def make_request(
     """Check the options of a call; every error names the option."""
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise InvalidInput(f"max_new_tokens={max_new_tokens!r}: give an integer of at least 0")
+    if stop is not None and not isinstance(stop, (str, list, tuple)):
+        raise InvalidInput(f"stop={stop!r}: give a string or a list of strings")
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not isinstance(s, str) or not s for s in stops):
         raise InvalidInput(f"stop={stop!r}: give non-empty strings")
@@ -98,7 +110,10 @@ def make_request(
     if eos_token_id is None:
         eos = target.eos_token_ids
     else:
-        eos = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(e) for e in eos_token_id)
+        try:
+            eos = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(e) for e in eos_token_id)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"eos_token_id={eos_token_id!r}: give a token id or a list of them") from error
         bad = [e for e in eos if not 0 <= e < target.vocab_size]
         if bad:
             raise InvalidInput(f"eos_token_id={bad[0]} is outside the vocabulary of {target.vocab_size}")
@@ -107,6 +122,11 @@ def make_request(
         if type(processor).__name__ in _STATEFUL:
             raise InvalidInput(
                 f"logits processor {type(processor).__name__} keeps state between tokens and cannot judge a whole block"
+            )
+        if type(processor).__name__ in _BY_ROW and len(prompts) > 1:
+            raise InvalidInput(
+                f"logits processor {type(processor).__name__} asks for the number of its row, and rows are processed "
+                "alone: generate the prompts one by one"
             )
     return Request(
         prompts=prompts,
@@ -123,14 +143,18 @@ def make_request(
 def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     if seed is None:
         return [int(x) for x in torch.randint(0, 2**62, (rows,), generator=None)]
-    if isinstance(seed, int):  # row r of a batch draws what a run of its own with seed + r draws
-        return [seed + row for row in range(rows)]
-    if len(seed) != rows:
-        raise InvalidInput(f"seed has {len(seed)} entries for {rows} rows")
-    return [int(s) for s in seed]
+    # row r of a batch draws what a run of its own with seed + r draws
+    seeds = [seed + row for row in range(rows)] if isinstance(seed, int) else seed
+    if not isinstance(seeds, (list, tuple)) or any(isinstance(s, bool) or not isinstance(s, int) for s in seeds):
+        raise InvalidInput(f"seed={seed!r}: give an integer, or one for each row")
+    if len(seeds) != rows:
+        raise InvalidInput(f"seed has {len(seeds)} entries for {rows} rows")
+    if any(not -(2**63) <= s < 2**63 for s in seeds):
+        raise InvalidInput(f"seed={seed!r} does not fit into 64 bits")
+    return list(seeds)
 
 
-def hugging_face_processor(processors: Sequence[Any]) -> Callable[[Tensor, State, TokenTree], Tensor]:
+def hugging_face_processor(request: Request) -> Callable[[Tensor, State, TokenTree], Tensor]:
     """Run processors at every node with the history that the node implies: prefix, then the path to it."""
 
     def process(logits: Tensor, state: State, tree: TokenTree) -> Tensor:
@@ -138,6 +162,8 @@ def hugging_face_processor(processors: Sequence[Any]) -> Callable[[Tensor, State
         lengths, parents, valid = state.length.tolist(), tree.parents.tolist(), tree.valid.tolist()
         for row in range(logits.shape[0]):
             prefix = state.ids[row, : lengths[row] - 1]  # before the anchor, which is node 0
+            if request.before:
+                prefix = torch.cat([prefix.new_tensor(request.before[row]), prefix])
             for node in range(tree.size):
                 if not valid[row][node]:
                     continue
@@ -146,7 +172,7 @@ def hugging_face_processor(processors: Sequence[Any]) -> Callable[[Tensor, State
                     path.append(at)
                     at = parents[row][at]
                 history = torch.cat([prefix, tree.tokens[row, path[::-1]]])[None]
-                out[row, node] = run_processors(processors, history, out[row, node][None])[0]
+                out[row, node] = run_processors(request.processors, history, out[row, node][None])[0]
         return out
 
     return process
@@ -193,13 +219,14 @@ class TextTrack:
         return new
 
     def _unsure(self, text: str) -> int:
-        held = len(text) - len(text.rstrip("\ufffd"))
+        whole = text.rstrip("\ufffd")  # what follows may become any character, and so go on with a stop string
+        held = 0
         for s in self.stops:
-            for length in range(min(len(s) - 1, len(text)), 0, -1):
-                if text.endswith(s[:length]):
+            for length in range(min(len(s) - 1, len(whole)), 0, -1):
+                if whole.endswith(s[:length]):
                     held = max(held, length)
                     break
-        return held
+        return len(text) - len(whole) + held
 
     def final_text(self) -> str:
         text = self.decode(self.ids)
@@ -256,7 +283,7 @@ class Session:
         return len(tokens)
 
     def _criteria(self, index: int) -> bool:
-        history = torch.tensor([self.request.prompts[index] + self.rows[index].tokens], device=self.target.device)
+        history = torch.tensor([self.request.history(index) + self.rows[index].tokens], device=self.target.device)
         return any(bool(torch.as_tensor(c(history, None)).all()) for c in self.request.criteria)
 
     def begin(self, budgets: Sequence[int]) -> bool:
@@ -374,8 +401,12 @@ def _next_token(session: Session, logits: Tensor, seed: Tensor, position: Tensor
     if request.processors:
         device = logits.device
         rows = [
-            run_processors(request.processors, torch.tensor([p + row.tokens], device=device), logits[i : i + 1])
-            for i, (p, row) in enumerate(zip(request.prompts, session.rows, strict=True))
+            run_processors(
+                request.processors,
+                torch.tensor([request.history(i) + row.tokens], device=device),
+                logits[i : i + 1],
+            )
+            for i, row in enumerate(session.rows)
         ]
         logits = torch.cat(rows)
     return choose(request.law, logits[:, None], seed, position[:, None])[:, 0]
@@ -401,3 +432,21 @@ def pieces(runs: Iterator[Session]) -> Iterator[tuple[str, Session]]:
         piece = row.track.piece(final=row.reason is not None)
         if piece or row.reason is not None:
             yield piece, session
+
+
+@torch.no_grad()
+def streamed(runs: Iterator[Any], request: Request, streamer: Any, prompt: bool = True) -> Generation:
+    """Run a single row to the end, its tokens put to a ``transformers`` streamer; ``prompt``: the prompt's, too."""
+    if len(request.prompts) != 1:
+        raise InvalidInput(f"a streamer takes one prompt, not {len(request.prompts)}")
+    if prompt:
+        streamer.put(torch.tensor([request.prompts[0]]))
+    given, session = 0, None
+    for session in runs:
+        tokens = session.rows[0].tokens
+        if tokens[given:]:
+            streamer.put(torch.tensor(tokens[given:]))
+        given = len(tokens)
+    streamer.end()
+    assert session is not None
+    return session.result()

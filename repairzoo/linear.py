@@ -1,10 +1,13 @@
 """Matrix products of the decode path: one place that knows how weights are best laid out on this machine.
 
 A block of eight rows against a row-major float32 matrix costs a CPU two to three times one row, since the library
-repacks the matrix in every call. oneDNN's prepacked layout does it once, and eight rows then cost about 1.2 times one row.
+repacks the matrix in every call. oneDNN's prepacked layout does it once, and eight rows then cost about 1.2 times one
+row.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +63,8 @@ class Int8Linear:
     """``x @ W.T + b`` with weights rounded to 8 bits (one scale a row) and inputs rounded as they come; CPU only.
 
     For drafts alone: it moves a quarter of the bytes, and a rounded draft can only cost acceptance, since the target
-    verifies it in full precision. Inputs share one scale over all rows of a call, so a row's draft depends (slightly) on
+    verifies it in full precision. Inputs share one scale over all rows of a call, so a row's draft depends (slightly)
+    on
     the rows beside it; what must be reproducible row by row uses :class:`Linear`.
 
     Args:
@@ -76,12 +80,17 @@ class Int8Linear:
             bias = None
             if biases is not None and any(b is not None for b in biases):
                 bias = torch.cat(
-                    [torch.zeros(n) if b is None else b.detach().float() for n, b in zip(self.sizes, biases, strict=True)]
+                    [
+                        torch.zeros(n) if b is None else b.detach().float()
+                        for n, b in zip(self.sizes, biases, strict=True)
+                    ]
                 )
             scales = (joined.abs().amax(1) / 127).clamp_min(1e-12).double()
             zeros = torch.zeros(len(scales), dtype=torch.int64)
-            rounded = torch.quantize_per_channel(joined, scales, zeros, 0, torch.qint8)
-            self.packed = torch.ops.quantized.linear_prepack(rounded, bias)
+            with warnings.catch_warnings():  # torch announces the end of these tensors; nothing else is as fast yet
+                warnings.simplefilter("ignore", UserWarning)
+                rounded = torch.quantize_per_channel(joined, scales, zeros, 0, torch.qint8)
+                self.packed = torch.ops.quantized.linear_prepack(rounded, bias)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """``x [..., in]`` -> one ``[..., out_i]`` for each matrix, in the dtype of ``x``."""
@@ -90,5 +99,6 @@ class Int8Linear:
 
 
 def int8_available(device: torch.device) -> bool:
-    """Whether 8-bit products run here: a CPU with a quantised engine."""
-    return device.type == "cpu" and torch.backends.quantized.engine not in (None, "none", "")
+    """Whether 8-bit products run here: a CPU, and a torch that has its quantised engine (still)."""
+    engine = getattr(torch.backends.quantized, "engine", "none")
+    return device.type == "cpu" and engine in ("x86", "fbgemm", "onednn") and hasattr(torch, "quantize_per_channel")
