@@ -142,7 +142,7 @@ def test_walk_takes_the_best_score_slot_by_slot(seed, stack, size, S):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     zero=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_identity_is_bit_exact_with_ties(seed, size, dtype, zero):
     """Invariants 5 and 6: no corrector, or one that adds zero, gives the backbone's own argmax, first of equals."""
     block = make_block(seed, 2, 5, 9, torch.float32, ties=True)
@@ -154,7 +154,7 @@ def test_identity_is_bit_exact_with_ties(seed, size, dtype, zero):
 
 
 @given(seed=seeds, stack=stack_names, slot=st.integers(1, 3), sampled=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_a_slot_never_sees_later_slots(seed, stack, slot, sampled):
     """Invariants 13, 25 and 33: corrupt everything from ``slot`` on; earlier tokens and laws stay bit for bit."""
     V, S = 6, 4
@@ -170,7 +170,7 @@ def test_a_slot_never_sees_later_slots(seed, stack, slot, sampled):
 
 
 @given(seed=seeds, stack=stack_names, size=pool_sizes, dtype=st.sampled_from([torch.float32, torch.float64]))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_sampled_walk_reports_the_law_it_drew_from(seed, stack, size, dtype):
     """Pitfalls transformers#47932 and DeepSpec#31; invariant 3: q redraws the same tokens and is the processed law."""
     V, S, B = 6, 3, 2
@@ -244,7 +244,7 @@ def test_best_first_equals_brute_force_over_all_prefixes(seed, stack, size, S, n
 
 
 @given(seed=seeds, stack=stack_names, size=pool_sizes, nodes=st.integers(1, 6), ties=st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_a_tree_of_width_one_is_the_chain(seed, stack, size, nodes, ties):
     """Invariants 37 and 45: one path, the walk's own, byte for byte; surplus budget is padding."""
     V, S, B = 6, 3, 2
@@ -261,7 +261,7 @@ def test_a_tree_of_width_one_is_the_chain(seed, stack, size, nodes, ties):
 
 
 @given(seed=seeds, branch=st.integers(1, 3), width=st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_width_and_branch_bound_the_tree(seed, branch, width):
     block = make_block(seed, 2, 3, 6)
     tree = best_first(block, stacks(6)["stacked"], make_pool(block.logits, 4), 12, width, branch)
@@ -272,20 +272,22 @@ def test_width_and_branch_bound_the_tree(seed, branch, width):
 
 
 def test_a_pool_that_misses_mass_makes_its_slot_less_certain():
-    """The pool of slot 1 holds half of the mass: a second try at slot 0 (.4) beats the child (.6 x .45), not .6 x .83."""
+    """Slot 1's pool holds half of its mass: a second try at slot 0 (.4) beats the child (.6 x .45), not .6 x .83."""
     block = make_block(0, 1, 2, 8)
     block.logits[0, 0] = torch.tensor([0.6, 0.4, *[1e-9] * 6], dtype=torch.float64).log()
     block.logits[0, 1] = torch.tensor([0.45, *[0.55 / 7] * 7], dtype=torch.float64).log()
     assert paths(best_first(block, stacks(8)["zero"], make_pool(block.logits, 2), 2), 0) == [(0,), (1,)]
 
 
-def test_excluded_tokens_do_not_return_as_twin_siblings():
-    """Fewer finite scores than the budget: topk repeats the best token, and a twin would be drafted twice."""
+@pytest.mark.parametrize("token", range(5))
+def test_excluded_tokens_do_not_return_as_twin_siblings(token):
+    """Fewer finite scores than the budget: topk may repeat the best token, and a twin would be drafted twice."""
     block = make_block(0, 1, 2, 5)
-    block.logits[..., 1:] = float("-inf")
+    block.logits[:] = float("-inf")
+    block.logits[..., token] = 0.0
     tree = best_first(block, [], None, 4)
     check(tree)
-    assert paths(tree, 0) == [(0,), (0, 0)]
+    assert paths(tree, 0) == [(token,), (token, token)]
 
 
 @pytest.mark.parametrize("name", ["nodes", "width", "branch"])
