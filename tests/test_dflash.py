@@ -50,9 +50,14 @@ def draft(folder: str) -> DFlash:
     return loaded.bind(model.get_input_embeddings().weight, head, num_layers=model.config.num_hidden_layers)
 
 
-@torch.no_grad()
 def read(folder: str, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's features ``[T, F*D]`` and logits ``[T, V]``, recomputed from scratch."""
+    return _read(folder, tuple(ids))
+
+
+@cache
+@torch.no_grad()
+def _read(folder: str, ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     out = target(folder)(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
     return torch.cat([out.hidden_states[layer + 1] for layer in draft(folder).tapped_layers], -1)[0], out.logits[0]
 
