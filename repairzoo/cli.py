@@ -7,17 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from repairzoo.errors import InvalidInput, RepairZooError
 from repairzoo.registry import KINDS, info, registry
-
-TRAIN_MODULE = "repairzoo.train.cli"
 
 app = typer.Typer(
     help="Repair heads for block-parallel speculative decoding: the same text, in fewer passes of the target.",
@@ -264,15 +260,13 @@ def _inline(value: Any) -> str:
     return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
-if find_spec(TRAIN_MODULE) is not None:
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def train(context: typer.Context) -> None:
+    """Make a corpus, train a backbone or a head; `repairzoo train --help` lists the steps."""
+    with _reporting(False):
+        from repairzoo.train.cli import main as forward
 
-    @app.command(
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-    )
-    def train(context: typer.Context) -> None:
-        """Make a corpus, train a backbone or a head; `repairzoo train --help` lists the steps."""
-        with _reporting(False):
-            import_module(TRAIN_MODULE).main(context.args)
+        forward(context.args)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def options(target) -> list[object]:
 # --- quick commands -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["list"], ["info", "dels"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["train", "--help"], ["list"], ["info", "dels"], ["--version"]]
+)
 def test_quick_commands_import_nothing_heavy(arguments):
     code = f"""
 import sys
@@ -62,7 +64,7 @@ sys.exit(f"imported {{heavy}}" if heavy else 0)
 
 def test_help_names_every_command():
     out = invoke("--help").stdout
-    assert all(command in out for command in ("generate", "list", "info"))
+    assert all(command in out for command in ("generate", "list", "info", "train"))
     assert "--compare" in invoke("generate", "--help").stdout
 
 

@@ -112,7 +112,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         ("backbones", "repairzoo/backbones"),
     ):
         for path in (ROOT / source).rglob("*"):
-            if path.suffix in (".py", ".md", ".safetensors") or "prompts" in path.parts or path.name == "config.json":
+            if (
+                path.suffix in (".py", ".md", ".yaml", ".safetensors")
+                or "prompts" in path.parts
+                or path.name == "config.json"
+            ):
                 expected.add(f"{package}/{path.relative_to(ROOT / source).as_posix()}")
     assert not {name for name in expected if not name.endswith("prompts")} - set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
