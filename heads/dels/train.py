@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -72,3 +74,10 @@ def loss(head: DeLS, windows: Tensor, mask: Tensor, gamma: float | None = 7.0, c
     logits = head.local_logits(windows[:, :-1], columns)
     entropy = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (entropy * weights.flatten()).sum() / (weights.sum() + 1e-6)
+
+
+def plan(*args: Any, **options: Any) -> Any:
+    """See :func:`.objective.plan`; imported when called, since decoding needs none of it."""
+    from .objective import plan as make
+
+    return make(*args, **options)

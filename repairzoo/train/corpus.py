@@ -5,9 +5,9 @@ features, which the answering pass has computed anyway: training then never runs
 
     corpus/manifest.json                  target, taps, options, and a sha256 of every shard's tokens
     corpus/<pass>-<number>.tokens.safetensors     ids [N] int32, offsets [R+1] int64, prompt_lengths [R], prompts [R]
-    corpus/<pass>-<number>.features.safetensors   features [N, F*D] bfloat16 (optional; can be recomputed from the tokens)
+    corpus/<pass>-<number>.features.safetensors   features [N - R, F*D] bfloat16: none for the last token of an answer
 
-Interrupted runs resume at the first missing shard.
+Interrupted runs resume at the first missing shard; what is there must have been made with the same options.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -50,14 +52,43 @@ class CorpusPlan:
     seed: int = 0
     features: bool = True
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.+-]+", self.name):
+            raise InvalidInput(f"the pass name {self.name!r} becomes part of file names: letters, digits and . _ + -")
+        for key in ("max_new_tokens", "max_prompt_tokens", "batch"):
+            if getattr(self, key) < 1:
+                raise InvalidInput(f"{key}={getattr(self, key)}: give at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise InvalidInput(f"temperature={self.temperature}: give 0 (greedy) or more")
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Layers whose features are kept."""
+        return self.taps if self.features else ()
+
 
 def load_prompts(path: Path) -> list[dict[str, str]]:
-    """JSON lines with ``prompt`` and ``source``."""
+    """JSON lines with ``prompt`` and, if known, ``source``.
+
+    Raises:
+        InvalidInput: no such file, a line that is no JSON object with a prompt, or no line at all.
+    """
+    if not path.is_file():
+        raise InvalidInput(f"{path}: no such file; prompts are JSON lines with the keys 'prompt' and 'source'")
+    prompts = []
     # split at newlines only: splitlines() would also cut at U+2028 inside a JSON string
-    prompts = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    for number, row in enumerate(prompts, 1):
-        if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidInput(f"{path}, line {number}: no JSON ({error})") from error
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
             raise InvalidInput(f"{path}, line {number}: needs a non-empty string under the key 'prompt'")
+        prompts.append(row)
+    if not prompts:
+        raise InvalidInput(f"{path} holds no prompts")
     return prompts
 
 
@@ -90,38 +121,41 @@ def answer(target: Target, prompts: list[list[int]], plan: CorpusPlan, seed: int
     Returns:
         for each prompt its ids (prompt, answer, end-of-text) and its features, one row for every id but the last.
     """
-    lengths = torch.tensor([len(p) for p in prompts])
+    device = target.device
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
     width = int(lengths.max())
     capacity = width + plan.max_new_tokens + 1
-    ids = torch.zeros(len(prompts), capacity, dtype=torch.int64)
+    ids = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     cache = target.new_cache(len(prompts), capacity)
-    logits, features = target.prefill(ids[:, :width], lengths, cache, plan.taps)
-    stored = torch.zeros(len(prompts), capacity, features.shape[-1] if features is not None else 0, dtype=torch.bfloat16)
+    taps = plan.stored
+    logits, features = target.prefill(ids[:, :width], lengths, cache, taps)
+    size = (len(prompts), capacity, len(taps) * target.hidden_size)
+    stored = torch.zeros(size, dtype=torch.bfloat16, device=device)
     if features is not None:
         stored[:, :width] = features
-    generator = torch.Generator().manual_seed(seed)
-    eos = torch.tensor(target.eos_token_ids)
+    generator = torch.Generator(device).manual_seed(seed)
+    eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
     budget = lengths + plan.max_new_tokens
     done_ids: list[Tensor] = [torch.empty(0)] * len(prompts)
     done_features: list[Tensor] = [torch.empty(0)] * len(prompts)
-    alive = torch.arange(len(prompts))  # row of the running batch -> prompt
+    alive = torch.arange(len(prompts), device=device)  # row of the running batch -> prompt
     position = lengths.clone()
     while len(alive):
         if plan.temperature > 0:
             token = torch.multinomial((logits / plan.temperature).softmax(-1), 1, generator=generator)[:, 0]
         else:
             token = logits.argmax(-1)
-        rows = torch.arange(len(alive))
+        rows = torch.arange(len(alive), device=device)
         ids[rows, position] = token
         position = position + 1
         finished = torch.isin(token, eos) | (position >= budget)
         if bool(finished.any()):
             for row in finished.nonzero()[:, 0].tolist():
                 length = int(position[row])
-                done_ids[int(alive[row])] = ids[row, :length].clone()
-                done_features[int(alive[row])] = stored[row, : length - 1].clone()
+                done_ids[int(alive[row])] = ids[row, :length].cpu()
+                done_features[int(alive[row])] = stored[row, : length - 1].cpu()
             keep = (~finished).nonzero()[:, 0]
             alive, position, budget, token = alive[keep], position[keep], budget[keep], token[keep]
             ids, stored = ids[keep], stored[keep]
@@ -130,27 +164,43 @@ def answer(target: Target, prompts: list[list[int]], plan: CorpusPlan, seed: int
                 break
         at = (position - 1)[:, None]
         bound = min(-(-int(position.max()) // 32) * 32, capacity)
-        mask = torch.arange(bound)[None, None] <= at[..., None]
-        hidden, features = target.forward(token[:, None], at, at, mask, cache, plan.taps)
+        mask = torch.arange(bound, device=device)[None, None] <= at[..., None]
+        hidden, features = target.forward(token[:, None], at, at, mask, cache, taps)
         logits = target.logits(hidden[:, 0])
         if features is not None:
-            stored[torch.arange(len(alive)), position - 1] = features[:, 0].to(torch.bfloat16)
+            stored[torch.arange(len(alive), device=device), position - 1] = features[:, 0].to(torch.bfloat16)
     return done_ids, done_features
 
 
 def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, plan: CorpusPlan) -> None:
-    """Answer all prompts into ``folder``, shard by shard; shards that exist are kept."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Answer all prompts into ``folder``, shard by shard; shards that exist are kept. Too long prompts are skipped.
+
+    Raises:
+        InvalidInput: a pass of this name was begun with other options, prompts or another target; a tap that the target
+            doesn't have; answers that can be longer than its context.
+    """
+    wrong = [t for t in plan.stored if not -1 <= t < target.num_layers]
+    if wrong:
+        raise InvalidInput(f"taps {wrong}: {target.name} has layers 0 .. {target.num_layers - 1} (-1: the embedding)")
+    if plan.max_prompt_tokens + plan.max_new_tokens > target.max_context:
+        raise InvalidInput(
+            f"max_prompt_tokens {plan.max_prompt_tokens} and max_new_tokens {plan.max_new_tokens} together exceed the "
+            f"context of {target.name}, {target.max_context} tokens"
+        )
     encoded = [chat_ids(target, row["prompt"]) for row in prompts]
     batches = plan_batches([len(x) for x in encoded], [row.get("source", "") for row in prompts], plan)
+    if not batches:
+        raise InvalidInput(f"all {len(prompts)} prompts are longer than max_prompt_tokens={plan.max_prompt_tokens}")
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = _begin(target, folder, plan, prompts)
     progress = tqdm(total=sum(map(len, batches)), desc=f"corpus pass {plan.name!r}", unit="answer")
     for number, batch in enumerate(batches):
-        stem = folder / f"{plan.name}-{number:04d}"
-        tokens_file = stem.with_suffix(".tokens.safetensors")
+        stem = f"{plan.name}-{number:04d}"
+        tokens_file = folder / f"{stem}.tokens.safetensors"
         if not tokens_file.exists():
             ids, features = answer(target, [encoded[i] for i in batch], plan, plan.seed * 100_003 + number)
-            if plan.features:
-                _save({"features": torch.cat(features)}, stem.with_suffix(".features.safetensors"))
+            if plan.features:  # before the tokens: a shard is there when its tokens are
+                _save({"features": torch.cat(features)}, folder / f"{stem}.features.safetensors")
             offsets = torch.tensor([0] + [len(x) for x in ids]).cumsum(0)
             _save(
                 {
@@ -161,8 +211,11 @@ def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, pl
                 },
                 tokens_file,
             )
+            manifest["shards"].pop(tokens_file.name, None)
+        if tokens_file.name not in manifest["shards"]:
+            manifest["shards"][tokens_file.name] = _describe(tokens_file)
+            _write_manifest(folder, manifest)
         progress.update(len(batch))
-        _write_manifest(target, folder, plan, prompts)
     progress.close()
 
 
@@ -182,28 +235,60 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def _write_manifest(target: Target, folder: Path, plan: CorpusPlan, prompts: list[dict[str, str]]) -> None:
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {"target": {}, "passes": {}, "shards": {}}
-    manifest["target"] = {"id": target.name, "revision": target.revision, "source": target.source}
+def _begin(target: Target, folder: Path, plan: CorpusPlan, prompts: list[dict[str, str]]) -> dict[str, Any]:
+    """The folder's manifest with this pass in it; refuses to continue what was begun otherwise."""
     digest = hashlib.sha256("\n".join(row["prompt"] for row in prompts).encode()).hexdigest()
-    manifest["passes"][plan.name] = {**asdict(plan), "prompts_sha256": digest, "prompts": len(prompts)}
-    for shard in sorted(folder.glob("*.tokens.safetensors")):
-        if shard.name not in manifest["shards"]:
-            tensors = load_file(shard)
-            manifest["shards"][shard.name] = {
-                "sha256": hashlib.sha256(shard.read_bytes()).hexdigest(),
-                "answers": len(tensors["prompt_lengths"]),
-                "answer_tokens": int(len(tensors["ids"]) - tensors["prompt_lengths"].sum()),
-            }
-    temporary = path.with_suffix(".partial")
+    options = json.loads(json.dumps({**asdict(plan), "prompts_sha256": digest, "prompts": len(prompts)}))
+    manifest = read_manifest(folder, missing_ok=True)
+    identity = {"id": target.name, "revision": target.revision}
+    known = {key: manifest["target"].get(key) for key in identity} if manifest["target"] else identity
+    if known != identity:
+        raise InvalidInput(f"{folder} was answered by the target {known}, not by {identity}: give another folder")
+    begun = manifest["passes"].get(plan.name, options)
+    for key in options:
+        if begun.get(key) != options[key]:
+            raise InvalidInput(
+                f"{folder}: the pass {plan.name!r} was begun with {key}={begun.get(key)!r}, now {options[key]!r}; "
+                "continue it as it was begun, or give the pass another name"
+            )
+    manifest["target"] = {**identity, "source": target.source}
+    manifest["passes"][plan.name] = options
+    _write_manifest(folder, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """The manifest of a corpus folder.
+
+    Raises:
+        InvalidInput: it has none (unless ``missing_ok``: an empty one).
+    """
+    path = folder / "manifest.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    if not missing_ok:
+        raise InvalidInput(f"{folder} holds no manifest.json: it is no corpus; make one with: repairzoo train corpus")
+    return {"target": {}, "passes": {}, "shards": {}}
+
+
+def _describe(shard: Path) -> dict[str, Any]:
+    tensors = load_file(shard)
+    return {
+        "sha256": hashlib.sha256(shard.read_bytes()).hexdigest(),
+        "answers": len(tensors["prompt_lengths"]),
+        "answer_tokens": int(len(tensors["ids"]) - tensors["prompt_lengths"].sum()),
+    }
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    temporary = folder / "manifest.partial"
     temporary.write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(temporary, path)
+    os.replace(temporary, folder / "manifest.json")
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One answer: ``ids [T] int32``, its ``prompt`` length in tokens, the ``source`` of the prompt, and where it lies."""
+    """One answer: ``ids [T] int32``, its ``prompt`` length in tokens, the prompt's ``number``, and where it lies."""
 
     ids: Tensor
     prompt: int
@@ -216,14 +301,22 @@ class Sequence:
 
 
 def read_corpus(folder: Path, passes: Iterable[str] | None = None) -> list[Sequence]:
-    """All answers of a corpus, in the order of its shards."""
+    """All answers of a corpus, in the order of its shards.
+
+    Raises:
+        InvalidInput: it has no shards, or one that is not the one its manifest lists.
+    """
+    listed = read_manifest(folder)["shards"]
     shards = sorted(folder.glob("*.tokens.safetensors"))
     if passes is not None:
         shards = [s for s in shards if s.name.rsplit("-", 1)[0] in set(passes)]
     if not shards:
-        raise InvalidInput(f"{folder} holds no corpus shards (*.tokens.safetensors); make them with: repairzoo train corpus")
+        raise InvalidInput(f"{folder} holds no shards (*.tokens.safetensors); make them with: repairzoo train corpus")
     sequences = []
     for shard in shards:
+        # a shard that was just written may not be listed yet
+        if shard.name in listed and hashlib.sha256(shard.read_bytes()).hexdigest() != listed[shard.name]["sha256"]:
+            raise InvalidInput(f"{shard} is not what the manifest lists (sha256): delete it and resume the pass")
         tensors = load_file(shard)
         row = 0
         for index, (start, stop) in enumerate(zip(tensors["offsets"][:-1], tensors["offsets"][1:], strict=True)):

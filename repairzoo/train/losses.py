@@ -1,4 +1,4 @@
-"""Losses of block drafts. Every term is a numerator and a denominator, so that denominators can be summed over processes."""
+"""Losses of block drafts. Every term is a numerator and a denominator: denominators are summed over processes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from torch import Tensor
 
 
 def decay_weights(slots: int, gamma: float | None, device: torch.device | None = None) -> Tensor:
-    """``[S]`` weights ``exp(-i / gamma)`` of slot ``i`` (DFlash, section 4.2, counted from the first predicting slot)."""
+    """``[S]`` weights ``exp(-i / gamma)`` of slot ``i``, the first that predicts being 0 (DFlash, section 4.2)."""
     steps = torch.arange(slots, device=device, dtype=torch.float32)
     return torch.ones(slots, device=device) if not gamma else torch.exp(-steps / gamma)
 
 
-def dpace_weights(p: Tensor, mask: Tensor, alpha: float = 0.5) -> Tensor:
+def dpace_weights(p: Tensor, mask: Tensor, alpha: float = 0.5, part: str = "dpace") -> Tensor:
     """Detached weights ``w_j = sum_{m>=j} prod_{i<=m} ((1-alpha) p_i + alpha)`` (D-PACE, arXiv 2605.18810).
+
+    A slot that is not supervised neither ends the product nor adds to the sum.
 
     Args:
         p: ``[..., S]`` probability of each label. mask: ``[..., S]`` bool.
+        part: ``"dpace"``, or one of its two factors: ``"confidence"`` (the product up to j) or ``"continuation"`` (the
+            sum of the products from j + 1 on).
     """
-    smooth = ((1 - alpha) * p.detach() + alpha).masked_fill(~mask, 0.0)
-    survival = smooth.cumprod(-1)
-    return survival.flip(-1).cumsum(-1).flip(-1)
+    survival = ((1 - alpha) * p.detach() + alpha).masked_fill(~mask, 1.0).cumprod(-1)
+    if part == "confidence":
+        return survival
+    weights = (survival * mask).flip(-1).cumsum(-1).flip(-1)
+    return weights / survival if part == "continuation" else weights
 
 
 def place_in(columns: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,16 +44,18 @@ def block_cross_entropy(
     *,
     gamma: float | None = None,
     columns: Tensor | None = None,
-    dpace: bool = False,
+    dpace: str | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross entropy of slot rows: numerator ``sum(w * ce)`` and denominator ``sum(w)``.
 
     Args:
         hidden: ``[B, N, S, D]``. output_weight: ``[V, D]``. labels, mask: ``[B, N, S]``.
-        gamma: slot decay; None for none. columns: sorted ids that the softmax runs over (None: all). Labels outside carry no
-            weight: exact for the gradient only as far as the other tokens' probabilities are negligible.
-        dpace: weigh by :func:`dpace_weights` instead of the decay; the denominator is then the number of blocks' rows ``B``.
+        gamma: slot decay; None for none.
+        columns: sorted ids that the softmax runs over (None: all). Labels outside carry no weight; the gradient is
+            exact only as far as the other tokens' probabilities are negligible.
+        dpace: weigh by this ``part`` of :func:`dpace_weights` instead of the decay; the denominator is then the number
+            of texts ``B``.
         scale: multiplies the logits (``output_multiplier``).
     """
     if columns is not None:
@@ -59,7 +67,7 @@ def block_cross_entropy(
     entropy = F.cross_entropy(logits, labels[rows], reduction="none")
     if dpace:
         p = torch.zeros(labels.shape, device=hidden.device).index_put(rows, (-entropy).exp())
-        weights = dpace_weights(p, mask)[rows]
+        weights = dpace_weights(p, mask, part=dpace)[rows]
         return (entropy * weights).sum(), torch.tensor(float(labels.shape[0]), device=hidden.device)
     weights = decay_weights(labels.shape[-1], gamma, hidden.device)[rows[-1]]
     return (entropy * weights).sum(), weights.sum()

@@ -1,9 +1,10 @@
 """The training loop: any objective, one or several processes, exact resume.
 
-    runs/<name>/log.jsonl          one line a logged step: loss, learning rate, held-out per-slot accuracy and estimated tau
-    runs/<name>/checkpoint.pt...   model and optimiser (safetensors), step
+    <run>/log.jsonl                one line a logged step: loss, learning rate, held-out accuracy a slot, estimated tau
+    <run>/checkpoint.safetensors   weights, optimiser moments, step
 
-A step is a pure function of (recipe, step), so a run that was killed continues as if it had not been.
+A step is a pure function of (weights, corpus, recipe, step), so a run that was killed continues as if it had not been.
+Ctrl-C ends a run after the step at hand, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -31,7 +37,8 @@ Terms = dict[str, tuple[Tensor, Tensor]]
 class Objective(Protocol):
     """What a method trains."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module: ...
 
     def terms(self, module: nn.Module, batch: Batch, progress: float) -> Terms:
         """Loss terms as (numerator, denominator); their quotients are added. ``progress`` runs from 0 to 1."""
@@ -48,7 +55,7 @@ class Recipe:
 
     Attributes:
         steps, batch, anchors: optimiser steps, answers a step (of all processes), anchors an answer.
-        lr, warmup, weight_decay, clip: AdamW with cosine to ``final_lr`` times the peak; warm-up as a share of the steps.
+        lr, warmup, weight_decay, clip: AdamW, cosine to ``final_lr`` times the peak; warm-up as a share of the steps.
         precision: ``"fp32"`` or ``"bf16"`` (autocast). seed: of data order and anchors.
         log_every, eval_every, save_every: in steps. eval_sequences: held-out answers of an evaluation.
     """
@@ -71,9 +78,14 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
             raise InvalidInput(f"precision={self.precision!r}: give 'fp32' or 'bf16'")
-        for name in ("steps", "batch", "anchors", "log_every", "eval_every", "save_every"):
+        for name in ("steps", "batch", "anchors", "log_every", "eval_every", "save_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)}: give at least 1")
+
+    def law(self) -> dict[str, Any]:
+        """What determines the weights; the rest only determines what is written down."""
+        silent = ("log_every", "eval_every", "save_every", "eval_sequences")
+        return {key: value for key, value in asdict(self).items() if key not in silent}
 
     def rate(self, step: int) -> float:
         """Learning rate of a step (0-based)."""
@@ -87,8 +99,8 @@ class Recipe:
 def estimated_tau(right: Tensor, valid: Tensor) -> tuple[float, list[float]]:
     """Estimated tau and per-slot accuracy of teacher-forced slots ``[R, S]``.
 
-    Greedy answers are what the target would commit, so 1 plus the mean length of the right prefix estimates the tokens of a
-    round that starts at a random position.
+    Greedy answers are what the target would commit, so 1 plus the mean length of the right prefix estimates the tokens
+    of a round that starts at a random position.
     """
     rows = valid[:, 0]
     prefix = (right & valid).long().cumprod(1).sum(1)[rows].float()
@@ -102,72 +114,120 @@ def train(
     recipe: Recipe,
     folder: Path,
     *,
+    held: Corpus | None = None,
     save: Callable[[Path], None] | None = None,
     extra: dict[str, Any] | None = None,
-) -> None:
+) -> bool:
     """Train ``objective.module`` to the end of the recipe, continuing from ``folder`` where a checkpoint is.
 
     Args:
-        save: writes the artifact into a folder, called at every checkpoint and at the end with ``folder / "artifact"``.
+        held: whose held-out answers evaluate; default ``corpus``.
+        save: writes the artifact, called at every checkpoint and at the end with ``folder / "artifact"``.
         extra: written into the log's first line.
+
+    Returns:
+        whether the recipe was finished (False: interrupted).
+
+    Raises:
+        InvalidInput: ``folder`` holds a run of another recipe; a batch that the processes cannot share.
     """
     from accelerate import Accelerator
 
-    accelerator = Accelerator(
-        mixed_precision="bf16" if recipe.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
-    )
+    # autocast is ours: Accelerate's would replace the module's forward
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    device, main = accelerator.device, accelerator.is_main_process
+    world, rank = accelerator.num_processes, accelerator.process_index
     folder.mkdir(parents=True, exist_ok=True)
     decay = [p for p in objective.module.parameters() if p.requires_grad and p.dim() > 1]
     plain = [p for p in objective.module.parameters() if p.requires_grad and p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
-    step = _resume(objective.module, optimiser, folder, accelerator.device)
+    optimiser = torch.optim.AdamW([g for g in groups if g["params"]], lr=recipe.lr, betas=(0.9, 0.95))
+    digest = corpus.digest()
+    step, running = _resume(objective.module, optimiser, folder, recipe, digest, quiet=not main)
     module, optimiser = accelerator.prepare(objective.module, optimiser)
-    main = accelerator.is_main_process
-    if main and step == 0:
-        _log(folder, {"recipe": asdict(recipe), "train_tokens": corpus.tokens, "world": accelerator.num_processes,
-                      **(extra or {})})
-    held = corpus.held_batches(recipe.batch, recipe.anchors, recipe.eval_sequences, torch.float32)
+    if main:
+        _trim_log(folder, step)
+        if step == 0:
+            facts = {"recipe": asdict(recipe), "train_tokens": corpus.tokens, "corpus_sha256": digest, "world": world}
+            _log(folder, facts | (extra or {}))
+    batches = (held or corpus).held_batches(recipe.batch, recipe.anchors, recipe.eval_sequences) if main else []
+    batches = [batch.to(device) for batch in batches]
     bar = tqdm(total=recipe.steps, initial=step, desc=folder.name, unit="step", disable=not main)
-    started, running = time.time(), 0.0
-    share = max(1, recipe.batch // accelerator.num_processes)
-    while step < recipe.steps:
-        batch = corpus.training_batch(
-            step, share, recipe.anchors, recipe.seed, torch.float32, accelerator.process_index, accelerator.num_processes
-        ).to(accelerator.device)
-        for group in optimiser.param_groups:
-            group["lr"] = recipe.rate(step)
-        with accelerator.autocast():
-            terms = objective.terms(module, batch, step / recipe.steps)
-            loss = total_loss(terms, accelerator)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        step += 1
-        running = float(loss.detach()) if running == 0 else 0.95 * running + 0.05 * float(loss.detach())
-        bar.update()
-        last = step == recipe.steps
-        if main and (step % recipe.log_every == 0 or last):
-            line = {"step": step, "loss": round(running, 4), "lr": recipe.rate(step - 1), "seconds": round(time.time() - started, 1)}
-            if step % recipe.eval_every == 0 or last:
-                tau, accuracy = evaluate(objective, held)
-                line |= {"held_tau": round(tau, 4), "held_accuracy": [round(a, 4) for a in accuracy]}
-                bar.set_postfix(loss=f"{running:.3f}", tau=f"{tau:.3f}")
-            _log(folder, line)
-        if step % recipe.save_every == 0 or last:
-            accelerator.wait_for_everyone()
-            if main:
-                _checkpoint(accelerator.unwrap_model(module), optimiser, step, folder)
-                if save is not None:
-                    save(folder / "artifact")
+    started = time.time()
+
+    def keep() -> None:
+        accelerator.wait_for_everyone()
+        if main:
+            run = {"step": step, "running": running, "recipe": recipe.law(), "corpus": digest}
+            _checkpoint(accelerator.unwrap_model(module), optimiser, run, folder)
+            if save is not None:
+                save(folder / "artifact")
+
+    with _interrupts(enabled=world == 1) as interrupted:
+        while step < recipe.steps and not interrupted.is_set():
+            batch = corpus.training_batch(step, recipe.batch, recipe.anchors, recipe.seed, rank, world).to(device)
+            for group in optimiser.param_groups:
+                group["lr"] = recipe.rate(step)
+            with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+                loss = total_loss(objective.terms(module, batch, step / recipe.steps), accelerator)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(module.parameters(), recipe.clip)
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            step += 1
+            mean: Any = accelerator.reduce(loss.detach(), "mean")
+            value = float(mean)
+            running = value if step == 1 else 0.95 * running + 0.05 * value
+            bar.update()
+            last = step == recipe.steps
+            if main and (step % recipe.log_every == 0 or step % recipe.eval_every == 0 or last):
+                line = {"step": step, "loss": round(running, 4), "lr": recipe.rate(step - 1)}
+                line["seconds"] = round(time.time() - started, 1)
+                if step % recipe.eval_every == 0 or last:
+                    tau, accuracy = evaluate(objective, batches)
+                    line |= {"held_tau": round(tau, 4), "held_accuracy": [round(a, 4) for a in accuracy]}
+                    bar.set_postfix(loss=f"{running:.3f}", tau=f"{tau:.3f}")
+                _log(folder, line)
+            if step % recipe.save_every == 0 or last:
+                keep()
+        if interrupted.is_set() and step < recipe.steps:
+            keep()
     bar.close()
     accelerator.wait_for_everyone()
+    return step == recipe.steps
+
+
+@contextmanager
+def _interrupts(enabled: bool) -> Iterator[threading.Event]:
+    """An event that Ctrl-C or a termination request sets; a second one interrupts at once.
+
+    Processes could stop at different steps and wait for each other, so several of them go without.
+    """
+    event = threading.Event()
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+        print("\ninterrupted: ending after this step, with a checkpoint", file=sys.stderr)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def total_loss(terms: Terms, accelerator: Any = None) -> Tensor:
-    """Sum of the terms over *global* denominators: gradients are averaged over processes, so each is scaled up by their
-    number (a mean of means would weigh a short batch like a long one)."""
+    """Sum of the terms over *global* denominators.
+
+    Gradients are averaged over processes, so each process's loss is scaled up by their number; a mean of means would
+    weigh a short batch like a long one. The mean of the result over processes is the loss of the whole batch.
+    """
     loss = torch.zeros(())
     for numerator, denominator in terms.values():
         denominator = denominator.detach()
@@ -191,32 +251,58 @@ def _log(folder: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _checkpoint(module: nn.Module, optimiser: Any, step: int, folder: Path) -> None:
+def _trim_log(folder: Path, step: int) -> None:
+    """Drop what was logged after the checkpoint that the run continues from: those steps are done again."""
+    path = folder / "log.jsonl"
+    if not path.exists():
+        return
+    kept = []
+    for text in path.read_text().split("\n"):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:  # cut off by a kill
+            continue
+        if line.get("step", 0) <= step and step > 0:
+            kept.append(text + "\n")
+    temporary = folder / "log.partial"
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+def _checkpoint(module: nn.Module, optimiser: Any, run: dict[str, Any], folder: Path) -> None:
     """One file, replaced at once: weights, optimiser moments and step belong together."""
-    tensors = {f"model.{k}": v.detach().contiguous() for k, v in module.state_dict().items()}
-    state = optimiser.state_dict()["state"]
-    for index, moments in state.items():
+    tensors = {f"model.{k}": v.detach().clone().contiguous() for k, v in module.state_dict().items()}
+    for index, moments in optimiser.state_dict()["state"].items():
         for name, value in moments.items():
             tensors[f"optimiser.{index}.{name}"] = torch.as_tensor(value).detach().clone().contiguous()
     temporary = folder / "checkpoint.partial"
-    save_file(tensors, temporary, metadata={"step": str(step)})
+    save_file(tensors, temporary, metadata={key: json.dumps(value) for key, value in run.items()})
     os.replace(temporary, folder / "checkpoint.safetensors")
 
 
-def _resume(module: nn.Module, optimiser: Any, folder: Path, device: torch.device) -> int:
+def _resume(
+    module: nn.Module, optimiser: Any, folder: Path, recipe: Recipe, digest: str, quiet: bool
+) -> tuple[int, float]:
+    """Steps done and the running loss; 0 without a checkpoint."""
     path = folder / "checkpoint.safetensors"
     if not path.exists():
-        return 0
-    from safetensors import safe_open
-
-    tensors = load_file(path)
+        return 0, 0.0
     with safe_open(path, "pt") as file:
-        step = int(file.metadata()["step"])
+        run = {key: json.loads(value) for key, value in file.metadata().items()}
+    for key, value in recipe.law().items():
+        if run["recipe"].get(key) != value:
+            raise InvalidInput(
+                f"{path} is of a run with {key}={run['recipe'].get(key)!r}, the recipe says {value!r}: continue it as "
+                "it was begun, or begin another folder (for instance with --init)"
+            )
+    if run["corpus"] != digest and not quiet:
+        print("note: the corpus has changed since the checkpoint; the run goes on with what is there", file=sys.stderr)
+    tensors = load_file(path)
     module.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimiser."):
             _, index, name = key.split(".")
-            state.setdefault(int(index), {})[name] = value.to(device) if name != "step" else value
+            state.setdefault(int(index), {})[name] = value
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    return step
+    return run["step"], run["running"]

@@ -1,0 +1,191 @@
+"""Answers of the target: what it would say, what it computed meanwhile, and the same bytes whatever interrupts."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+import training_toys as toys
+from conftest import greedy
+from safetensors.torch import load_file
+from training_toys import END, TAPS, make_corpus, plan, read, target
+
+import repairzoo
+from repairzoo.errors import InvalidInput
+from repairzoo.train import corpus as module
+from repairzoo.train.corpus import chat_ids, load_prompts, plan_batches, read_corpus, write_corpus
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def content(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_answers_are_the_targets_greedy_answers(folder):
+    sequences = read_corpus(folder)
+    assert len(sequences) == 120
+    assert {int(s.ids[-1]) == END for s in sequences} == {True, False}  # some end, some are cut
+    for s in sequences[::5]:
+        prompt, answer = s.ids[: s.prompt].tolist(), s.ids[s.prompt :].tolist()
+        assert prompt == chat_ids(target(), toys.prompts()[s.number]["prompt"])
+        assert answer == greedy(target().model, prompt, 12)
+    s = sequences[7]
+    ids = s.ids[: s.prompt].long()[None]
+    assert repairzoo.autoregressive(target(), ids, max_new_tokens=12).token_ids[0] == s.ids[s.prompt :].tolist()
+
+
+@torch.no_grad()
+def test_stored_features_are_those_of_a_fresh_pass(folder):
+    corpus = read(folder)
+    for s in corpus.train[::9]:
+        hidden = target().model(s.ids[None].long(), output_hidden_states=True).hidden_states
+        expected = torch.cat([hidden[tap + 1] for tap in TAPS[:1]], -1)  # the last entry of transformers is normed
+        width = target().hidden_size
+        found = corpus.features(s)
+        assert found.shape == (len(s) - 1, 3 * width)
+        torch.testing.assert_close(found[:, :width].float(), expected[0, :-1], atol=2e-2, rtol=1e-2)
+        torch.testing.assert_close(found[:, 2 * width :].float(), hidden[2][0, :-1], atol=2e-2, rtol=1e-2)
+
+
+def test_interrupted_run_resumes_to_the_same_bytes(folder, tmp_path, monkeypatch):
+    """A kill between shards, and a shard whose features were written but whose tokens were not."""
+    whole, calls = module.answer, []
+
+    def dying(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(module, "answer", dying)
+    with pytest.raises(KeyboardInterrupt):
+        make_corpus(tmp_path / "killed")
+    assert len(list((tmp_path / "killed").glob("*.tokens.*"))) == 1
+    monkeypatch.setattr(module, "answer", whole)
+    make_corpus(tmp_path / "killed")
+    assert content(tmp_path / "killed") == content(folder)
+
+    shutil.copytree(folder, tmp_path / "cut")
+    (tmp_path / "cut" / "greedy-0002.tokens.safetensors").unlink()
+    make_corpus(tmp_path / "cut")
+    assert content(tmp_path / "cut") == content(folder)
+
+
+def test_manifest_names_what_was_made_and_finds_a_changed_shard(folder, tmp_path):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["target"] == {"id": "toy/target", "revision": "r1", "source": "given in memory"}
+    assert manifest["passes"]["greedy"]["taps"] == [0, 1, 2]
+    assert len(manifest["shards"]) == 3
+    for name, facts in manifest["shards"].items():
+        assert facts["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    sequences = read_corpus(folder)
+    assert sum(f["answer_tokens"] for f in manifest["shards"].values()) == sum(len(s) - s.prompt for s in sequences)
+    shutil.copytree(folder, tmp_path / "c")
+    path = tmp_path / "c" / "greedy-0001.tokens.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-20] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(InvalidInput, match="greedy-0001"):
+        read_corpus(tmp_path / "c")
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"taps": (0,)}, {"batch": 24}, {"seed": 1}])
+def test_a_pass_is_continued_only_as_it_was_begun(folder, change):
+    with pytest.raises(InvalidInput, match=next(iter(change))):
+        make_corpus(folder, **change)
+    with pytest.raises(InvalidInput, match="prompts_sha256"):
+        make_corpus(folder, count=119)
+
+
+def test_too_long_prompts_are_skipped(tmp_path):
+    rows = [{"prompt": "a" * n, "source": ""} for n in (3, 30, 4, 50)]
+    write_corpus(target(), rows, tmp_path, plan(max_prompt_tokens=10, max_new_tokens=5))
+    assert sorted(s.number for s in read_corpus(tmp_path)) == [0, 2]
+    with pytest.raises(InvalidInput, match="max_prompt_tokens=2"):
+        write_corpus(target(), rows, tmp_path / "none", plan(max_prompt_tokens=2))
+    with pytest.raises(InvalidInput, match="context"):
+        write_corpus(target(), rows, tmp_path / "none", plan(max_prompt_tokens=120))
+    with pytest.raises(InvalidInput, match="taps"):
+        write_corpus(target(), rows, tmp_path / "none", plan(taps=(3,)))
+
+
+def test_line_separators_inside_a_prompt_split_no_line(tmp_path):
+    rows = [{"prompt": "a\u2028b\u2029c\x85d", "source": "s"}, {"prompt": "e\nf", "source": "s"}]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert load_prompts(path) == rows
+
+
+@pytest.mark.parametrize("text", ['{"prompt": ""}', '{"text": "a"}', "[1]", "{", ""])
+def test_bad_prompt_files_are_refused_by_line(tmp_path, text):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n' + text if text else "")
+    with pytest.raises(InvalidInput, match="line 2" if text else "no prompts"):
+        load_prompts(path)
+
+
+def test_every_prefix_of_the_batches_mixes_the_sources():
+    lengths, sources = [5 + i % 7 for i in range(96)], ["a"] * 72 + ["b"] * 24
+    batches = plan_batches(lengths, sources, plan(batch=8))
+    assert sorted(i for batch in batches for i in batch) == list(range(96))
+    first = [i for batch in batches[:4] for i in batch]
+    assert 6 <= sum(sources[i] == "b" for i in first) <= 10
+
+
+def test_held_out_prompts_are_the_same_in_every_pass(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "c")
+    make_corpus(tmp_path / "c", name="t1.0", temperature=1.0, seed=3, taps=(1, 2, 0), batch=30)
+    both = read(tmp_path / "c")
+
+    def held(name):
+        return {s.number for s in both.held if s.shard.name.startswith(name)}
+
+    def trained(name):
+        return {s.number for s in both.train if s.shard.name.startswith(name)}
+
+    assert held("greedy")
+    assert not held("greedy") & trained("t1.0")
+    assert not held("t1.0") & trained("greedy")
+    sampled = next(s for s in both.train if s.shard.name.startswith("t1.0"))
+    alone = read(tmp_path / "c", passes=("t1.0",))
+    assert torch.equal(alone.features(sampled), both.features(sampled))
+    # columns are looked up by the pass's own taps: layer 0 is stored last here
+    width = target().hidden_size
+    path = sampled.shard.with_name(sampled.shard.name.replace("tokens", "features"))
+    rows = load_file(path)["features"][sampled.start : sampled.start + len(sampled) - 1]
+    assert torch.equal(both.features(sampled)[:, :width], rows[:, 2 * width :])
+
+
+def test_batches_are_a_function_of_seed_and_step_whatever_the_processes(folder):
+    corpus, again = read(folder), read(folder)
+    seen = set()
+    for step in (0, 3, 40):
+        whole = corpus.training_batch(step, 4, 6, 0)
+        assert torch.equal(whole.input_ids, again.training_batch(step, 4, 6, 0).input_ids)
+        assert torch.equal(whole.anchors, again.training_batch(step, 4, 6, 0).anchors)
+        for rank in range(2):
+            part = corpus.training_batch(step, 4, 6, 0, rank, 2)
+            assert torch.equal(part.anchors, whole.anchors[rank::2])
+            assert torch.equal(part.input_ids, whole.input_ids[rank::2, : part.input_ids.shape[1]])
+        seen.add(whole.anchors.flatten().tolist().__str__())
+    assert len(seen) == 3
+    assert not torch.equal(corpus.training_batch(0, 4, 6, 1).anchors, corpus.training_batch(0, 4, 6, 0).anchors)
+    with pytest.raises(InvalidInput, match="multiple of 3"):
+        corpus.training_batch(0, 4, 6, 0, 0, 3)
+
+
+def test_one_epoch_shows_every_answer_once(folder):
+    corpus = read(folder)
+    size = 7
+    steps = len(corpus.train) // size
+    rows = [row for step in range(steps) for row in corpus.training_batch(step, size, 1, 0).input_ids.tolist()]
+    texts = {tuple(s.ids.tolist()) for s in corpus.train}
+    shown = [tuple(row) for row in rows]
+    stripped = {t for t in texts if any(s[: len(t)] == t for s in shown)}
+    assert len(rows) == steps * size
+    assert len(stripped) >= len(texts) - size  # but for the rest of the division
