@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,24 @@ FEATURES: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_qk_norm": ((None, True), "attention without q/k norms"),
     "gating": ((None, False), "gated attention"),
     "attn_output_gate": ((None, False), "gated attention"),
+}
+
+# keys that exist only in artifacts of one kind, whatever they hold
+KINDS: dict[str, str] = {
+    "speculators_config": "a vLLM speculators artifact (layer ids shifted by one, perhaps a reduced vocabulary)",
+    "speculators_model_type": "a vLLM speculators artifact",
+    "transformer_layer_config": "a vLLM speculators artifact",
+    "aux_hidden_state_layer_ids": "a vLLM speculators artifact; these ids are shifted by one",
+    "markov_rank": "a DSpark or DeepSpec artifact, whose slot 0 predicts (also with markov_rank 0)",
+    "markov_head_type": "a DSpark artifact, whose slot 0 predicts",
+    "selector_rank": "a DFlash 2 artifact (candidate selector and convolutions)",
+    "selector_top_k": "a DFlash 2 artifact (candidate selector)",
+    "conv_kernel_size": "a DFlash 2 artifact (convolution in every sublayer)",
+    "conv_group_size": "a DFlash 2 artifact (convolution in every sublayer)",
+    "gru_hidden_dim": "a Domino artifact (GRU over the drafted tokens)",
+    "pure_draft_prefix_len": "a Domino artifact",
+    "quantization_config": "a quantised checkpoint; export the weights in float32, float16 or bfloat16",
+    "compression_config": "a quantised checkpoint; export the weights in float32, float16 or bfloat16",
 }
 
 # carried along: they change nothing that is computed here
@@ -188,16 +206,18 @@ class Reader:
 
     Args:
         raw: the parsed config. Keys marked ``nested`` are looked up in its ``dflash_config`` and then at the top level.
+        meaning: what the backbone's own keys mean, beside :data:`MEANING`.
     """
 
-    __slots__ = ("raw", "nested", "read")
+    __slots__ = ("raw", "nested", "read", "meaning")
 
-    def __init__(self, raw: Mapping[str, Any]):
+    def __init__(self, raw: Mapping[str, Any], meaning: Mapping[str, str] | None = None):
         nested = raw.get(NEST)
         if nested is not None and not isinstance(nested, Mapping):
             raise InvalidArtifact(f"key {NEST!r} must be an object, not {nested!r}")
         self.raw, self.nested = dict(raw), dict(nested or {})
         self.read: set[str] = {NEST}
+        self.meaning = {**MEANING, **(meaning or {})}
 
     def get(self, key: str, *, nested: bool = False, required: bool = True) -> Any:
         """The value of ``key``, from ``dflash_config`` (if ``nested``) and then the top level; None when absent."""
@@ -213,26 +233,31 @@ class Reader:
         if value is None and required:
             place = f" (in {NEST} or at the top level)" if nested else ""
             raise InvalidArtifact(
-                f"key {key!r} is missing{place}: {MEANING[key]}. It is not guessed; add it from the draft's release"
+                f"key {key!r} is missing{place}: {self.meaning[key]}. It is not guessed; add it from the "
+                "draft's release"
             )
         return value
 
     def integer(self, key: str, *, least: int = 1, nested: bool = False) -> int:
         value = self.get(key, nested=nested)
         if type(value) is not int or value < least:
-            raise InvalidArtifact(f"key {key!r} must be an integer of at least {least}, not {value!r}: {MEANING[key]}")
+            raise InvalidArtifact(
+                f"key {key!r} must be an integer of at least {least}, not {value!r}: {self.meaning[key]}"
+            )
         return value
 
     def integers(self, key: str, *, nested: bool = False) -> tuple[int, ...]:
         value = self.get(key, nested=nested)
         if not isinstance(value, list) or not value or not all(type(i) is int for i in value):
-            raise InvalidArtifact(f"key {key!r} must be a list of integers, not {value!r}: {MEANING[key]}")
+            raise InvalidArtifact(f"key {key!r} must be a list of integers, not {value!r}: {self.meaning[key]}")
         return tuple(value)
 
-    def boolean(self, key: str) -> bool:
-        value = self.get(key)
+    def boolean(self, key: str, *, nested: bool = False, absent: bool | None = None) -> bool:
+        value = self.get(key, nested=nested, required=absent is None)
+        if value is None and absent is not None:
+            return absent
         if type(value) is not bool:
-            raise InvalidArtifact(f"key {key!r} must be true or false, not {value!r}: {MEANING[key]}")
+            raise InvalidArtifact(f"key {key!r} must be true or false, not {value!r}: {self.meaning[key]}")
         return value
 
     def positive(self, key: str, *, nested: bool = False, absent: float | None = None) -> float:
@@ -246,10 +271,32 @@ class Reader:
         flat = [(key, key, value) for key, value in self.raw.items() if key != NEST]
         return flat + [(f"{NEST}.{key}", key, value) for key, value in self.nested.items()]
 
-    def refuse_features(self) -> None:
-        """Refuse settings whose mathematics the trunk does not have, unless they are at their neutral value."""
+    def refuse_kinds(self, name: str, architectures: Sequence[str], own: Collection[str] = ()) -> None:
+        """Refuse artifacts of another kind than ``name`` by the keys that only those have.
+
+        Args:
+            architectures: what ``architectures`` may state (it may be absent). own: keys of :data:`KINDS` of this kind.
+        """
         for place, key, value in self.items():
-            if key not in FEATURES:
+            if key in KINDS and key not in own and value is not None:
+                raise InvalidArtifact(f"key {place!r}: this is {KINDS[key]}, not a {name} draft")
+            if key.startswith("dspark_"):
+                raise InvalidArtifact(f"key {place!r}: this is a DeepSeek-V4 DSpark module, not a {name} draft")
+        found = self.raw.get("architectures")
+        if found is not None and found not in [[a] for a in architectures]:
+            wanted = " or ".join(str([a]) for a in architectures)
+            raise InvalidArtifact(
+                f"key 'architectures' is {found!r}; a {name} draft states {wanted}; load it as the backbone that it is"
+            )
+
+    def refuse_features(self, own: Collection[str] = ()) -> None:
+        """Refuse settings whose mathematics the trunk does not have, unless they are at their neutral value.
+
+        Args:
+            own: keys that the backbone computes itself.
+        """
+        for place, key, value in self.items():
+            if key not in FEATURES or key in own:
                 continue
             neutral, what = FEATURES[key]
             if not any(type(value) is type(n) and value == n for n in neutral):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -14,16 +14,23 @@ from repairzoo.safe_file import parse_json, read_header, read_safetensors, requi
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 HASH = "tensors_sha256"
+OLD_PREFIX = "logit_head."  # early Domino and DSpark files have it before the names of their causal head
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def read_weights(folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+def read_weights(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype, optional: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors of a folder, on the CPU.
 
     Args:
         folder: holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
         expected: every tensor's name and shape; no other may be there.
         dtype: of every tensor, as the config states it.
+        optional: expected tensors that may be absent.
+
+    Returns:
+        the tensors by their expected names, and the names in the file of those that carry the prefix ``logit_head.``.
 
     Raises:
         InvalidArtifact: a file is missing or damaged; a tensor is missing, unknown, not finite, or of another shape or
@@ -54,14 +61,21 @@ def read_weights(folder: Path, expected: Mapping[str, tuple[int, ...]], dtype: t
                 f"{homes[name]}: unknown tensor {name!r}: this kind of draft borrows it from its target; drafts that "
                 "store it (DeepSpec's) follow another slot convention"
             )
-    require_tensors(tensors, expected, where)
+    stored = {name.removeprefix(OLD_PREFIX): name for name in tensors if name.startswith(OLD_PREFIX)}
+    stored = {name: old for name, old in stored.items() if name in expected}
+    for name, old in stored.items():
+        if name in tensors:
+            raise InvalidArtifact(f"{homes[old]}: tensor {name!r} is there twice, once as {old!r}; keep one")
+        tensors[name], homes[name] = tensors.pop(old), homes[old]
+    required = {name: shape for name, shape in expected.items() if name in tensors or name not in optional}
+    require_tensors(tensors, required, where)
     for name, tensor in tensors.items():
         if tensor.dtype != dtype:
             raise InvalidArtifact(
                 f"{homes[name]}: tensor {name!r} is {tensor.dtype} but the config's key 'dtype' states {dtype}; use "
                 "config and weights of one release"
             )
-    return tensors
+    return tensors, stored
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

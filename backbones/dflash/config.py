@@ -9,24 +9,6 @@ from typing import Any
 from repairzoo.draft_config import NEST, DraftConfig, Reader, default_target_layers, read_common
 from repairzoo.errors import InvalidArtifact
 
-# refused whatever they hold: these keys exist only in artifacts of another kind
-OTHER_KIND = {
-    "speculators_config": "a vLLM speculators artifact (layer ids shifted by one, perhaps a reduced vocabulary)",
-    "speculators_model_type": "a vLLM speculators artifact",
-    "transformer_layer_config": "a vLLM speculators artifact",
-    "aux_hidden_state_layer_ids": "a vLLM speculators artifact; these ids are shifted by one",
-    "markov_rank": "a DSpark or DeepSpec artifact, whose slot 0 predicts (also with markov_rank 0)",
-    "markov_head_type": "a DSpark artifact, whose slot 0 predicts",
-    "selector_rank": "a DFlash 2 artifact (candidate selector and convolutions)",
-    "selector_top_k": "a DFlash 2 artifact (candidate selector)",
-    "conv_kernel_size": "a DFlash 2 artifact (convolution in every sublayer)",
-    "conv_group_size": "a DFlash 2 artifact (convolution in every sublayer)",
-    "gru_hidden_dim": "a Domino artifact (GRU over the drafted tokens)",
-    "pure_draft_prefix_len": "a Domino artifact",
-    "quantization_config": "a quantised checkpoint; export the weights in float32, float16 or bfloat16",
-    "compression_config": "a quantised checkpoint; export the weights in float32, float16 or bfloat16",
-}
-
 
 @dataclass(slots=True)
 class DFlashConfig(DraftConfig):
@@ -48,27 +30,13 @@ class DFlashConfig(DraftConfig):
             raise InvalidArtifact(f"{where}: not a JSON object; give the config.json of a DFlash draft")
         try:
             reader = Reader(published)
-            _refuse_other_kinds(reader)
+            reader.refuse_kinds("DFlash", ["DFlashDraftModel"])
             reader.refuse_features()
             config = cls(**read_common(reader))
             reader.refuse_unknown()
         except InvalidArtifact as error:
             raise InvalidArtifact(f"{where}: {error}") from error
         return config
-
-
-def _refuse_other_kinds(reader: Reader) -> None:
-    for place, key, value in reader.items():
-        if key in OTHER_KIND and value is not None:
-            raise InvalidArtifact(f"key {place!r}: this is {OTHER_KIND[key]}, not a DFlash draft")
-        if key.startswith("dspark_"):
-            raise InvalidArtifact(f"key {place!r}: this is a DeepSeek-V4 DSpark module, not a DFlash draft")
-    architectures = reader.raw.get("architectures")
-    if architectures is not None and architectures != ["DFlashDraftModel"]:
-        raise InvalidArtifact(
-            f"key 'architectures' is {architectures!r}; a DFlash draft states ['DFlashDraftModel']; load it as the "
-            "backbone that it is"
-        )
 
 
 def new_config(
