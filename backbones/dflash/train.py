@@ -83,11 +83,13 @@ class ObjectiveSection:
     Attributes:
         gamma: slot decay, or null. dpace: ``"dpace"``, ``"confidence"``, ``"continuation"`` or null.
         least_count: the softmax runs over ids that occur at least so often in training answers; null for all ids.
+        text_from: train on the prompts' own text too, from this token on; null for answers only.
     """
 
     gamma: float | None = 4.0
     least_count: int | None = 1
     dpace: str | None = None
+    text_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.dpace not in (None, "dpace", "confidence", "continuation"):
@@ -112,7 +114,7 @@ def plan(
     model = read_section(ModelSection, recipe.model, recipe.path, "model")
     objective = read_section(ObjectiveSection, recipe.objective, recipe.path, "objective")
     config = draft_config(model, target, mask_token(model.mask_token, target, f"{recipe.path}: key 'model.mask_token'"))
-    corpus = Corpus(folders, config.target_layer_ids, target.hidden_size, passes=passes)
+    corpus = Corpus(folders, config.target_layer_ids, target.hidden_size, passes=passes, text_from=objective.text_from)
     if any(bool((s.ids == config.mask_token_id).any()) for s in (*corpus.train, *corpus.held)):
         raise InvalidInput(f"{recipe.path}: key 'model.mask_token': token {config.mask_token_id} occurs in the corpus")
     draft = DFlash(config, seed=recipe.run.seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -67,6 +67,8 @@ class Corpus:
         folders: corpus folders. taps: feature layers to read, in the backbone's order; none for tokens alone.
         hidden_size: width of a layer's features.
         held_out: one in how many prompts. passes: names of the passes to read; None for all.
+        text_from: train on the prompts' own text too, from this token on (past the fixed beginning of a chat template):
+            their features are stored anyway. None: on answers only. Held-out figures always count answers only.
     """
 
     folders: list[Path]
@@ -74,6 +76,7 @@ class Corpus:
     hidden_size: int
     held_out: int = 40
     passes: tuple[str, ...] | None = None
+    text_from: int | None = None
     train: list[Sequence] = field(init=False)
     held: list[Sequence] = field(init=False)
     _columns: dict[tuple[Path, str], Tensor] = field(init=False, default_factory=dict)
@@ -83,6 +86,8 @@ class Corpus:
         sequences = [s for folder in self.folders for s in read_corpus(folder, self.passes) if len(s) - s.prompt >= 4]
         self.train = [s for s in sequences if not self._is_held(s)]
         self.held = [s for s in sequences if self._is_held(s)]
+        if self.text_from is not None:
+            self.train = [replace(s, prompt=min(s.prompt, self.text_from)) for s in self.train]
         if not self.train or not self.held:
             places = ", ".join(map(str, self.folders))
             raise InvalidInput(
