@@ -1,0 +1,74 @@
+"""Every table that a README shows comes from a committed raw file, and the raw files add up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from repairzoo.bench.report import markdown, pooled_tau, ratios, read_raw, same_tokens
+from repairzoo.errors import InvalidInput
+
+ROOT = Path(__file__).resolve().parent.parent
+RAW = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+PAGES = [
+    p for p in ROOT.glob("**/*.md") if "results: benchmarks/" in p.read_text(encoding="utf-8") and ".venv" not in str(p)
+]
+
+
+def tables_module():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_pages_show_what_the_raw_files_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert tables_module().filled(text) == text, f"python benchmarks/tables.py --write {page.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("raw", RAW, ids=lambda p: p.name)
+def test_raw_files_add_up_and_give_the_same_tables_twice(raw: Path) -> None:
+    manifest, rows = read_raw(raw)  # checks rounds against tokens, row by row
+    assert {r["cell"] for r in rows} <= set(manifest["cells"])
+    assert markdown(raw) == markdown(raw)
+
+
+def row(cell: str, accepted: list[int], seconds: float, tokens: list[int] | None = None) -> dict:
+    tokens = tokens or list(range(sum(accepted) + 1))
+    return {"suite": "s", "id": "0", "cell": cell, "repeat": 0, "tokens": tokens, "accepted": accepted,
+            "seconds": {"prefill": 9.0, "verify": seconds}}  # fmt: skip
+
+
+def test_figures_by_hand() -> None:
+    rows = [row("autoregressive", [1] * 6, 3.0), row("dflash", [4, 2], 1.5)]
+    assert pooled_tau(r for r in rows if r["cell"] == "dflash") == 3.0
+    assert ratios(rows, "dflash") == [2.0]  # prefill is apart
+    assert same_tokens(rows, "dflash") == (1, 1)
+    rows.append(row("other", [4, 2], 1.5, tokens=[9] * 7))
+    assert same_tokens(rows, "other") == (0, 1)
+
+
+def test_rows_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "raw.jsonl"
+    lines = [{"manifest": {"cells": ["dflash"]}}, row("dflash", [4, 2], 1.0, tokens=[1, 2, 3])]
+    path.write_text("\n".join(json.dumps(x) for x in lines))
+    with pytest.raises(InvalidInput, match="do not add up"):
+        read_raw(path)
+    path.write_text(json.dumps(lines[1]))
+    with pytest.raises(InvalidInput, match="manifest"):
+        read_raw(path)
+
+
+def test_raw_files_are_committed() -> None:
+    listed = subprocess.run(["git", "ls-files", "benchmarks/results"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0 and listed.stdout:
+        for page in PAGES:
+            for _, name, _ in tables_module().BLOCK.findall(page.read_text(encoding="utf-8")):
+                assert name in listed.stdout.split()
