@@ -86,6 +86,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     """
     has_mass = probs > 0
     cumulative = probs.double().cumsum(-1)
+    # a parallel scan may round a token without mass above its neighbour, hence the mask
     reached = has_mass & (cumulative > u.double().unsqueeze(-1) * cumulative[..., -1:])
     first = reached.to(torch.uint8).argmax(-1)
     last = probs.shape[-1] - 1 - has_mass.flip(-1).to(torch.uint8).argmax(-1)

@@ -105,13 +105,13 @@ def test_uniform_uses_all_53_bits():
 
 @given(
     weights=st.lists(st.integers(0, 4), min_size=1, max_size=7).filter(any),
-    numerator=st.integers(0, 2**12 - 1),
+    numerator=st.integers(0, 7),  # few enough that u often falls on a cumulative sum
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
 @settings(deadline=None, max_examples=200)
 def test_draw_inverts_the_exact_cdf(weights, numerator, dtype):
     """Against exact fractions; small integers and dyadic u leave no rounding to hide behind."""
-    u = Fraction(numerator, 2**12)
+    u = Fraction(numerator, 8)
     total, running, expected = sum(weights), 0, None
     for token, weight in enumerate(weights):
         running += weight
