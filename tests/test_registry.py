@@ -41,7 +41,7 @@ def reread(data: dict, folder: Path) -> Registry:
 
 
 def test_what_exists_is_listed():
-    assert list_targets() == ["smollm2-135m"]
+    assert "smollm2-135m" in list_targets()
     assert list_backbones() == registry().names("backbone")
     assert {"none", "dels"} <= set(list_heads())
     assert "dflash" in list_backbones("dfl*")
@@ -80,7 +80,7 @@ def test_every_pair_has_its_weights(pair):
 
 
 def test_unknown_names_say_what_is_near_and_what_there_is():
-    with pytest.raises(UnknownName, match=r"unknown head 'dles': did you mean 'dels'\? choose from none, dels"):
+    with pytest.raises(UnknownName, match=r"unknown head 'dles': did you mean 'dels'\? choose from none, dels\b"):
         registry().get("head", "dles")
     with pytest.raises(UnknownName, match="did you mean 'dflash'"):
         info("DFlahs")
@@ -228,8 +228,9 @@ def other_package(tmp_path, monkeypatch):
 
 
 def test_other_packages_register_heads(other_package):
+    before = list_heads()
     other_package("[repairzoo.heads]\nother = otherhead:Other\n")
-    assert list_heads() == ["none", "dels", "other"]
+    assert list_heads() == [*before, "other"]
     assert info("other")["summary"] == "provided by other-heads"
     assert registry().get("head", "other").load().__name__ == "Other"
 
