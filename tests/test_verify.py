@@ -3,9 +3,9 @@
 No Monte Carlo: the result of a round is piecewise constant in every uniform number, with breaks where a cumulative sum
 or p/q lies. One evaluation inside each piece, weighted by its length, gives the law of the committed tokens exactly.
 
-Lemma A: a deterministic draft accepted iff it equals the target's draw is exact. B: min(1, p/q) with residual (p - q)+ is
-exact iff q is what was drawn from. C: one target draw per node of any tree, independent of it, is exact. E: whether token i
-takes part may depend on tokens before it only.
+Lemma A: a deterministic draft accepted iff it equals the target's draw is exact. B: min(1, p/q) with the residual
+(p - q)+ is exact iff q is what was drawn from. C: one target draw per node of any tree, independent of it, is exact.
+E: whether token i takes part may depend on tokens before it only.
 """
 
 import itertools
