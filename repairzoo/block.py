@@ -99,3 +99,4 @@ class Corrector(Protocol):
         Returns:
             new scores of the same shape, and the carry after ``previous`` was consumed.
         """
+        ...

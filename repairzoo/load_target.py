@@ -126,8 +126,11 @@ def _load(
         model: Any = AutoModelForCausalLM.from_pretrained(location, revision=revision, dtype=dtype, config=config)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedTarget(f"target {name!r} cannot be loaded from {how}: {error}") from error
+    tokenizer: Any
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, revision=revision)
+        if len(tokenizer) <= 1:  # transformers 5 makes an empty one up where there are no files
+            tokenizer = None
     except Exception as error:  # a folder without a tokenizer serves token ids
         log.debug("no tokenizer in %s: %s", location, error)
         tokenizer = None
