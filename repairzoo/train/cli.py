@@ -66,6 +66,20 @@ def corpus(
 
 
 @app.command()
+def features(
+    corpus: Annotated[Path, typer.Argument(help="A corpus folder that holds tokens alone.")],
+    target: Target = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 ...", show_default="chosen")] = None,
+) -> None:
+    """Compute the features of a corpus again."""
+    from repairzoo.load_target import load_target
+    from repairzoo.train.corpus import write_features
+
+    write_features(load_target(target, dtype=dtype), corpus)
+    print(f"{corpus}: features complete")
+
+
+@app.command()
 def backbone(
     recipe: Annotated[Path, typer.Argument(help="A recipe, such as backbones/dflash/recipe.yaml.")],
     corpus: Folders,

@@ -286,6 +286,45 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     os.replace(temporary, folder / "manifest.json")
 
 
+@torch.inference_mode()
+def write_features(target: Target, folder: Path, batch: int = 32) -> None:
+    """Compute the features of shards that have none: a corpus travels as tokens, a thousandth of the bytes.
+
+    Raises:
+        InvalidInput: the folder is no corpus, or another target answered it.
+    """
+    manifest = read_manifest(folder)
+    identity = {"id": target.name, "revision": target.revision}
+    known = {key: manifest["target"].get(key) for key in identity}
+    if known != identity:
+        raise InvalidInput(f"{folder} was answered by the target {known}, not by {identity}: features would differ")
+    sequences = [s for s in read_corpus(folder) if not features_file(s.shard).exists()]
+    progress = tqdm(total=len(sequences), desc=f"features of {folder.name}", unit="answer")
+    for shard in sorted({s.shard for s in sequences}):
+        taps = tuple(manifest["passes"][shard.name.rsplit("-", 1)[0]]["taps"])
+        mine = [s for s in sequences if s.shard == shard]
+        rows = torch.zeros(sum(len(s) - 1 for s in mine), len(taps) * target.hidden_size, dtype=torch.bfloat16)
+        mine.sort(key=len)
+        for group in (mine[i : i + batch] for i in range(0, len(mine), batch)):
+            lengths = torch.tensor([len(s) for s in group], device=target.device)
+            ids = torch.zeros(len(group), len(group[-1]), dtype=torch.int64, device=target.device)
+            for row, s in enumerate(group):
+                ids[row, : len(s)] = s.ids
+            cache = target.new_cache(len(group), ids.shape[1])
+            _, features = target.prefill(ids, lengths, cache, taps)
+            assert features is not None
+            for row, s in enumerate(group):
+                rows[s.start : s.start + len(s) - 1] = features[row, : len(s) - 1]
+            progress.update(len(group))
+        _save({"features": rows}, features_file(shard))
+    progress.close()
+
+
+def features_file(shard: Path) -> Path:
+    """Where the features of a token shard lie."""
+    return shard.with_name(shard.name.replace(".tokens.", ".features."))
+
+
 @dataclass(slots=True)
 class Sequence:
     """One answer: ``ids [T] int32``, its ``prompt`` length in tokens, the prompt's ``number``, and where it lies."""

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from repairzoo.errors import InvalidInput
-from repairzoo.train.corpus import Sequence, read_corpus
+from repairzoo.train.corpus import Sequence, features_file, read_corpus
 
 _BUCKET = 32  # batches whose sequences are sorted by length together: less padding, still mixed
 
@@ -113,10 +113,10 @@ class Corpus:
         """``[T-1, F*D]`` bfloat16 features of the wanted layers, in the wanted order."""
         if not self.taps:
             return torch.zeros(len(sequence) - 1, 0, dtype=torch.bfloat16)
-        path = sequence.shard.with_name(sequence.shard.name.replace(".tokens.", ".features."))
+        path = features_file(sequence.shard)
         if path not in self._open:
             if not path.exists():
-                raise InvalidInput(f"{path} is missing: answer the corpus again with features, or recompute them")
+                raise InvalidInput(f"{path} is missing; compute it with: repairzoo train features {path.parent}")
             self._open[path] = safe_open(path, "pt").get_slice("features")  # pyright: ignore
         place = (path.parent, sequence.shard.name.rsplit("-", 1)[0])
         if place not in self._columns:
