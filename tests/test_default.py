@@ -8,7 +8,10 @@ import torch
 import repairzoo
 from repairzoo.default_target import packaged_gguf
 
-PROMPTS = ["A train leaves at 9:40 and arrives at 13:05. How long is the journey?", "Write a Python function that adds two numbers."]  # fmt: skip
+PROMPTS = [
+    "A train leaves at 9:40 and arrives at 13:05. How long is the journey?",
+    "Write a Python function that adds two numbers.",
+]
 
 
 @pytest.fixture(scope="module")
