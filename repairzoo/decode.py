@@ -231,9 +231,9 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
 
     if engine.nodes is not None:
         state.kv.compact(entries.gather(1, accepted.path), position[:, None] + order)
-    assert features is not None
-    rows = accepted.path[..., None].expand(-1, -1, features.shape[-1])
-    backbone.extend(state.context, features.gather(1, rows), position[:, None] + order)
+    if features is not None:  # a backbone may tap nothing
+        rows = accepted.path[..., None].expand(-1, -1, features.shape[-1])
+        backbone.extend(state.context, features.gather(1, rows), position[:, None] + order)
     state.ids.scatter_(1, state.length[:, None] + order, emitted)
     state.length += count
     state.done |= stopped | (state.length >= state.limit)
@@ -294,8 +294,8 @@ def start(
         context=backbone.new_cache(len(prompts), capacity, target.dtype, device),
     )
     logits, features = target.prefill(ids[:, :width], lengths, state.kv, backbone.tapped_layers)
-    assert features is not None
-    backbone.extend(state.context, features, torch.arange(width, device=device).expand(len(prompts), -1))
+    if features is not None:
+        backbone.extend(state.context, features, torch.arange(width, device=device).expand(len(prompts), -1))
     logits = logits[:, None]  # [B, 1, V]
     if engine.processor is not None:
         last = ids.gather(1, lengths[:, None] - 1)

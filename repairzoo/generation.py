@@ -172,16 +172,23 @@ def hugging_face_processor(request: Request) -> Callable[[Tensor, State, TokenTr
                     path.append(at)
                     at = parents[row][at]
                 history = torch.cat([prefix, tree.tokens[row, path[::-1]]])[None]
-                out[row, node] = run_processors(request.processors, history, out[row, node][None])[0]
+                out[row, node] = run_processors(request.processors, row, history, out[row, node][None])[0]
         return out
 
     return process
 
 
-def run_processors(processors: Sequence[Any], history: Tensor, scores: Tensor) -> Tensor:
-    """``history [1, T]``, ``scores [1, V]`` -> processed scores ``[1, V]``."""
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """A processor that differs from row to row, one for each."""
+
+    rows: tuple[Any, ...]
+
+
+def run_processors(processors: Sequence[Any], row: int, history: Tensor, scores: Tensor) -> Tensor:
+    """``history [1, T]``, ``scores [1, V]`` of a row -> processed scores ``[1, V]``."""
     for processor in processors:
-        scores = processor(history, scores)
+        scores = (processor.rows[row] if isinstance(processor, PerRow) else processor)(history, scores)
     return scores
 
 
@@ -403,6 +410,7 @@ def _next_token(session: Session, logits: Tensor, seed: Tensor, position: Tensor
         rows = [
             run_processors(
                 request.processors,
+                i,
                 torch.tensor([request.history(i) + row.tokens], device=device),
                 logits[i : i + 1],
             )

@@ -42,7 +42,7 @@ def prompt_ids(
     if isinstance(inputs, dict) or hasattr(inputs, "input_ids"):  # what a tokenizer returns
         if "input_ids" not in inputs:
             raise InvalidInput(f"cannot read a prompt from a dict with the keys {sorted(inputs)}: it needs input_ids")
-        mask = inputs["attention_mask"] if "attention_mask" in inputs else None
+        mask = dict(inputs).get("attention_mask")
         inputs = inputs["input_ids"]
         if attention_mask is None and (isinstance(mask, Tensor) or not _ones(mask)):
             attention_mask = mask
@@ -100,6 +100,8 @@ def _tensor_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 def _encode(target: Target, value: str | Sequence[dict[str, Any]], chat: bool | None) -> list[int]:
     tokenizer = target.tokenizer
+    if not isinstance(value, str) and not _is_chat(value):
+        raise InvalidInput(f"cannot read a prompt from {type(value).__name__} inside a list")
     if tokenizer is None:
         raise InvalidInput(f"target {target.name!r} has no tokenizer: give token ids instead of text")
     if isinstance(value, str):
@@ -109,7 +111,5 @@ def _encode(target: Target, value: str | Sequence[dict[str, Any]], chat: bool | 
         if chat is False or not template:
             return tokenizer(value)["input_ids"]
         value = [{"role": "user", "content": value}]
-    elif not _is_chat(value):
-        raise InvalidInput(f"cannot read a prompt from {type(value).__name__} inside a list")
     text = tokenizer.apply_chat_template(list(value), add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

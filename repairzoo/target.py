@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from repairzoo.errors import InvalidInput, UnsupportedTarget
 from repairzoo.linear import Linear
+from repairzoo.sampling import at_least_float32
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -266,8 +267,8 @@ class Target:
         return self._output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits ``[..., V_padded]`` of final hidden states ``[..., D]``."""
-        return self._output(hidden)[0].float()
+        """Logits ``[..., V_padded]`` of final hidden states ``[..., D]``: float32, or float64 of a float64 target."""
+        return at_least_float32(self._output(hidden)[0])
 
     def prefill(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, taps: tuple[int, ...] = ()
@@ -388,7 +389,8 @@ def _prove(target: Target) -> None:
     """
     model = target.model
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, target.vocab_size, (1, 9), generator=generator).to(target.device)
+    length = min(9, target.max_context)  # beyond it, a window would slide
+    ids = torch.randint(0, target.vocab_size, (1, length), generator=generator).to(target.device)
     expected = model(input_ids=ids, use_cache=False).logits.float()
     cache = target.new_cache(1, ids.shape[1])
     positions = torch.arange(ids.shape[1], device=ids.device)[None]

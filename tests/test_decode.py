@@ -53,7 +53,7 @@ def test_baseline_equals_transformers(dtype):
 @given(**arrangements, half=st.booleans(), new=st.integers(1, 12))
 @settings(deadline=None, max_examples=12)
 def test_greedy_equals_plain_greedy(seed, kind, head, tree, half, new):
-    """transformers#27775 and #32189: ragged rows, each as the baseline; the draft is random, or right most of the time."""
+    """transformers#27775 and #32189: ragged rows; the draft is random, or mostly right."""
     target = toy(dtype=torch.float32 if half else F64)
     rows = prompts(seed, [1, 6, 3])
     expected = repairzoo.autoregressive(target, rows, max_new_tokens=new).token_ids
@@ -132,10 +132,10 @@ GOLDEN_CASES = [
 def test_golden_generations(folder, name):
     """Ids and accepted lengths of every round, as the original implementation gave them.
 
-    This loop always drafts whole blocks, as z-lab/dflash@44947fb did (``acceptance_lengths_older_loop``), and counts only
-    what is committed: nothing behind a stop token or the budget. Where that list is stored it must be equal once cut to
-    the committed tokens. dflash 0.1.0 shortens the block at the budget; block rows see one another, so only its last round
-    may differ, and where the older list is not stored its list is compared up to there.
+    This loop always drafts whole blocks, as z-lab/dflash@44947fb did (``acceptance_lengths_older_loop``), and counts
+    only what is committed: nothing behind a stop token or the budget. Where that list is stored it must be equal once
+    cut to the committed tokens. dflash 0.1.0 shortens the block near the budget, and block rows see one another, so the
+    rounds there may differ; its list is compared up to the first shortened block.
     """
     described = json.loads((GOLDEN / folder / "cases.json").read_text())
     case = next(c for c in described["cases"] if c["name"] == name)
@@ -369,7 +369,8 @@ def chi_square(zoo: repairzoo.build, table: Table, prompt: list[int], rows: int)
 
 def test_law_over_several_rounds_and_control_with_one_stream(monkeypatch):
     """vllm#54282: the loop's own counters over several rounds. A position that is drafted again in a later round reads
-    the same number again, which is harmless (only what was dropped had used it); one stream for draft and judgement isn't.
+    the same number again, which is harmless (only what was dropped had used it); one stream for draft and judgement is
+    not.
     """
     V, S, rows = 3, 3, 3000
     target = Target(causal_lm(seed=8, vocab=V, scale=0.4, num_hidden_layers=1), None, name="toy")

@@ -25,7 +25,7 @@ EXACT = {torch.float64: {"atol": 1e-10, "rtol": 1e-10}, torch.float32: {"atol": 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_features_equal_transformers(kind, dtype):
-    """Layer l's feature is ``hidden_states[l + 1]``, -1 the embedding (atlas#394: off by one costs acceptance silently)."""
+    """Layer l's feature is ``hidden_states[l + 1]``, -1 the embedding (atlas#394: off by one is silent)."""
     model = causal_lm(kind, 2, dtype=dtype, **CHANGES.get(kind, {}))
     target = Target(model)
     rows = prompts(0, [9, 4])
