@@ -106,6 +106,7 @@ class Zoo:
             sampled=self.proposal == "sampled" and not request.law.greedy,
             pool=_pool_size(self.heads),
             processor=hugging_face_processor(request) if request.processors else None,
+            confidence=getattr(self.backbone, "confidence_threshold", 0.0),
         )
 
     def _request(self, inputs: Any, mask: Tensor | None, chat: bool | None, options: dict[str, Any]) -> Request:

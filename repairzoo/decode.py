@@ -55,6 +55,8 @@ class Engine:
         sampled: draw the chain from q and verify by ratio (needs temperature above 0); otherwise propose the best.
         pool: candidates per slot that the walk chooses from; None for the whole vocabulary.
         processor: extra processing of the verify logits ``[B, M, V]``, or None. It may run on the host.
+        confidence: slots of a chain from the first whose confidence is lower on are not proposed; 0 proposes all. The
+            backbone's corrector then has ``confidence(block, previous [B, S]) -> [B, S]``.
     """
 
     target: Target
@@ -66,8 +68,11 @@ class Engine:
     sampled: bool = False
     pool: int | None = None
     processor: Processor | None = None
+    confidence: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.confidence and self.nodes is not None:
+            raise InvalidInput("a confidence threshold cuts chains: use it without tree=...")
         if self.sampled and self.law.greedy:
             raise InvalidInput("proposal='sampled' needs a temperature above 0")
         if self.sampled and self.nodes is not None:
@@ -169,7 +174,37 @@ def propose(engine: Engine, block: DraftBlock, seed: Tensor) -> tuple[TokenTree,
     repaired = torch.zeros_like(tokens, dtype=torch.bool)
     if engine.heads:
         repaired = torch.stack(before.choices, 1) != seen["rank"]
-    return chain(block.anchor_ids, tokens), q, repaired
+    keep = None
+    if engine.confidence:
+        # slot k is judged by its hidden row and the token before it, never by its own: cutting leaves the law exact
+        previous = torch.cat([block.anchor_ids[:, None], tokens[:, :-1]], 1)
+        keep = confidences(block, previous) >= engine.confidence
+    tree = chain(block.anchor_ids, tokens, keep)
+    return tree, q, repaired & tree.valid[:, 1:]
+
+
+def confidences(block: DraftBlock, previous: Tensor) -> Tensor:
+    """``[B, S]`` probability that each slot's token is accepted if all before it are, as the backbone estimates it.
+
+    Raises:
+        InvalidInput: it has no confidence head.
+    """
+    judge = getattr(block.native, "confidence", None)
+    if judge is None:
+        raise InvalidInput("a confidence threshold needs a backbone with a confidence head (DSpark)")
+    return judge(block, previous)
+
+
+def shorten(tree: TokenTree, q: Tensor | None, repaired: Tensor) -> tuple[TokenTree, Tensor | None, Tensor]:
+    """The chain without the slots that no row proposes.
+
+    A captured round keeps its shape; on a processor every row that is not verified is time saved, for one host read.
+    """
+    longest = int(tree.valid[:, 1:].sum(1).max())
+    size = 1 + (longest if q is None else max(longest, 1))  # the ratio rule needs a slot
+    columns = (tree.tokens, tree.parents, tree.depths, tree.valid)
+    cut = TokenTree(*(column[:, :size] for column in columns), size - 1)
+    return cut, None if q is None else q[:, : size - 1], repaired[:, : size - 1]
 
 
 def verify_mask(tree: TokenTree, anchor: Tensor, bound: int) -> Tensor:
@@ -209,6 +244,8 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
     block = backbone.draft(state.context, anchor, position, bound)
     mark("draft")
     tree, q, repaired = propose(engine, block, state.seed)
+    if engine.confidence and position.device.type == "cpu":
+        tree, q, repaired = shorten(tree, q, repaired)
     mark("head")
 
     entries = position[:, None] + torch.arange(tree.size, device=position.device)  # [B, M]

@@ -320,17 +320,20 @@ def _positive(key: str, value: Any) -> float:
     return float(value)
 
 
-def read_common(reader: Reader) -> dict[str, Any]:
+def read_common(reader: Reader, families: Sequence[str] = ("qwen3",)) -> dict[str, Any]:
     """The fields of :class:`DraftConfig`, as keyword arguments.
+
+    Args:
+        families: names of ``model_type`` that mean the Qwen3 layers of the trunk.
 
     Raises:
         InvalidArtifact: a key is missing, contradictory, of the wrong type, or asks for what is not computed here.
     """
-    for key, wanted in (("model_type", "qwen3"), ("hidden_act", "silu")):
+    for key, wanted in (("model_type", families), ("hidden_act", ("silu",))):
         found = reader.get(key)
-        if found != wanted:
+        if found not in wanted:
             raise InvalidArtifact(
-                f"key {key!r} is {found!r}; only {wanted!r} is computed here (other families differ in their norms, "
+                f"key {key!r} is {found!r}; only {wanted[0]!r} is computed here (other families differ in their norms, "
                 "scales or activations and would load without an error)"
             )
     layers = reader.integer("num_hidden_layers")

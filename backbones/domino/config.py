@@ -114,5 +114,6 @@ def new_config(
     inner = {**published.get(NEST, {}), **inner}
     if "block_size" in inner:
         inner["block_size"] = rows
+    published = {key: value for key, value in published.items() if key == "block_size" or key not in inner}
     changes = {"architectures": ["DominoDraftModel"], "block_size": rows, NEST: inner, "emb_dim": emb_dim}
     return DominoConfig.from_dict(published | changes, "new config")

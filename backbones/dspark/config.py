@@ -1,0 +1,116 @@
+"""The published config of a DSpark draft (DeepSpec's flat one, SpecForge's nested one), strictly read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from repairzoo.draft_config import NEST, DraftConfig, Reader, read_common
+from repairzoo.errors import InvalidArtifact
+
+ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")  # DeepSpec's, SpecForge's
+TYPES = ("vanilla", "gated", "rnn")
+HEADS = ("enable_confidence_head", "confidence_head_with_markov")
+TRAINING = ("num_anchors", "confidence_head_alpha", "attention_mode")  # they change nothing that is drafted
+MEANING = {
+    "markov_rank": "rank of the Markov head; 0 is no such head",
+    "markov_head_type": "'vanilla', 'gated' or 'rnn'",
+    "enable_confidence_head": "whether the draft has a confidence head",
+    "confidence_head_with_markov": "whether the confidence also reads the Markov embedding of the token before",
+    "num_anchors": "a number of DeepSpec's training, which its own configs always state",
+}
+
+
+@dataclass(slots=True)
+class DSparkConfig(DraftConfig):
+    """A DSpark draft; see :class:`repairzoo.draft_config.DraftConfig`.
+
+    Attributes:
+        markov_rank: 0 for no Markov head. markov_head_type: ``"vanilla"``, ``"gated"``, ``"rnn"``, or None at rank 0.
+        confidence: whether there is a confidence head. confidence_with_markov: whether it reads the token before.
+    """
+
+    markov_rank: int
+    markov_head_type: str | None
+    confidence: bool
+    confidence_with_markov: bool
+
+    @classmethod
+    def from_dict(cls, published: Mapping[str, Any], where: str = "config.json") -> DSparkConfig:
+        """Read a published config; arguments and errors as for ``DFlashConfig.from_dict``."""
+        if not isinstance(published, Mapping):
+            raise InvalidArtifact(f"{where}: not a JSON object; give the config.json of a DSpark draft")
+        try:
+            reader = Reader(published, MEANING)
+            reader.refuse_kinds("DSpark", ARCHITECTURES, own=("markov_rank", "markov_head_type"))
+            reader.refuse_features(own=("projector_type", *HEADS))
+            projector = reader.get("projector_type", nested=True, required=False)
+            if projector not in (None, "dspark"):
+                raise InvalidArtifact(
+                    f"key 'projector_type' is {projector!r}; a DSpark draft states 'dspark' (SpecForge) or nothing "
+                    "(DeepSpec); load it as the backbone that it is"
+                )
+            common = read_common(reader, ("qwen3", "dspark"))
+            rank = reader.integer("markov_rank", least=0, nested=True)
+            kind = reader.get("markov_head_type", nested=True, required=rank > 0)
+            if rank and kind not in TYPES:
+                raise InvalidArtifact(f"key 'markov_head_type' is {kind!r}; known are {', '.join(TYPES)}")
+            confidence = reader.boolean("enable_confidence_head", nested=True)
+            absent = None if confidence else False
+            with_markov = reader.boolean("confidence_head_with_markov", nested=True, absent=absent) and confidence
+            for key, neutral in (("output_multiplier", 1.0), ("final_logit_softcapping", None)):
+                if common[key] != neutral:
+                    raise InvalidArtifact(
+                        f"key {key!r} is {common[key]!r}: whether it applies to the Markov head's bias, too, is not "
+                        "known; it is not guessed"
+                    )
+            if with_markov and not rank:
+                raise InvalidArtifact("key 'confidence_head_with_markov' is true but 'markov_rank' is 0")
+            if projector is None and common["published"].get("model_type") == "qwen3":
+                reader.integer("num_anchors")
+            reader.read |= set(TRAINING)
+            reader.refuse_unknown()
+            config = cls(
+                **common,
+                markov_rank=rank,
+                markov_head_type=kind if rank else None,
+                confidence=confidence,
+                confidence_with_markov=with_markov,
+            )
+        except InvalidArtifact as error:
+            raise InvalidArtifact(f"{where}: {error}") from error
+        return config
+
+
+def new_config(
+    trunk: DraftConfig,
+    *,
+    markov_rank: int = 256,
+    markov_head_type: str = "vanilla",
+    confidence: bool = True,
+    confidence_with_markov: bool = True,
+    block_size: int | None = None,
+) -> DSparkConfig:
+    """The config of a new DSpark draft with the trunk of another draft, in SpecForge's layout (tables are borrowed).
+
+    Args:
+        trunk: a draft's config (DFlash's, or this one's own); what it states of the trunk is taken over.
+        block_size: default the trunk's.
+    """
+    published, rows = trunk.to_dict(), block_size or trunk.block_size
+    inner = {
+        **published.get(NEST, {}),
+        "mask_token_id": trunk.mask_token_id,
+        "target_layer_ids": list(trunk.target_layer_ids),
+        "projector_type": "dspark",
+        "markov_rank": markov_rank,
+        "markov_head_type": markov_head_type,
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": confidence and confidence_with_markov and markov_rank > 0,
+    }
+    if "block_size" in inner:
+        inner["block_size"] = rows
+    published = {key: value for key, value in published.items() if key == "block_size" or key not in inner}
+    changes = {"architectures": ["DSparkDraftModel"], "block_size": rows, NEST: inner}
+    return DSparkConfig.from_dict(published | changes, "new config")
