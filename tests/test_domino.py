@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import dflash, greedy, heads_for, prompts, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -17,9 +18,11 @@ import repairzoo
 from repairzoo.artifact import tensors_hash
 from repairzoo.backbones.dflash import DFlashConfig
 from repairzoo.backbones.domino import Domino, DominoConfig, new_config
+from repairzoo.backbones.domino.train import DominoObjective
 from repairzoo.block import DraftBlock, make_pool
-from repairzoo.errors import InvalidArtifact
-from repairzoo.walk import walk
+from repairzoo.errors import InvalidArtifact, InvalidInput
+from repairzoo.train.data import Batch
+from repairzoo.walk import best_first, walk
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = ("random_b16", "trained_shift_b8", "trained_noshift_b8")
@@ -158,6 +161,64 @@ def test_training_forward_equals_the_reference_and_decoding(folder):
             backbone.extend(context, t["features"][row : row + 1, :anchor], torch.arange(anchor)[None])
             block = backbone.draft(context, t["input_ids"][row, anchor][None], torch.tensor([anchor]))
             torch.testing.assert_close(block.hidden[0], hidden[row, index, backbone.first_slot :], **CLOSE)
+
+
+LOSSES = [
+    (folder, name)
+    for folder in TRAINED
+    for name in json.loads((GOLDEN / "domino" / folder / "train.json").read_text())["losses"]
+]
+
+
+def golden_objective(folder: str, backbone: Domino, gamma: float | None) -> tuple[DominoObjective, Batch]:
+    t = stored(folder, "train")
+    mask, keep = t["loss_mask"].bool(), t["block_keep_mask"].bool()
+    batch = Batch(t["input_ids"], mask, t["features"], t["anchor_positions"], keep)
+    return DominoObjective(backbone, target(folder).get_output_embeddings().weight.detach(), gamma), batch
+
+
+@pytest.mark.parametrize(("folder", "name"), LOSSES)
+def test_losses_and_gradients_equal_the_reference(folder, name):
+    known = json.loads((GOLDEN / "domino" / folder / "train.json").read_text())
+    gamma, share = name.removeprefix("domino_gamma").split("_lambda")
+    backbone = copy.deepcopy(draft(folder)).requires_grad_(True)
+    objective, batch = golden_objective(folder, backbone, None if gamma == "None" else float(gamma))
+    loss = known["losses"][name]
+    terms = objective.terms(backbone, batch, 1 - float(share))  # lambda falls from 1 to 0 over the run
+    total = sum(above / below for above, below in terms.values())
+    assert total.item() == pytest.approx(loss["loss"], rel=1e-4)
+    total.backward()
+    gradients = [p.grad for p in backbone.parameters() if p.grad is not None]
+    assert sum(g.square().sum() for g in gradients).sqrt().item() == pytest.approx(loss["grad_norm"], rel=1e-3)
+    if name == known["grad_loss"]:
+        expected = stored(folder, "train")[f"{name}.grad_fc_weight"]
+        torch.testing.assert_close(backbone.fc.weight.grad, expected, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("folder", TRAINED)
+def test_the_verdict_on_slots_equals_the_references(folder):
+    objective, batch = golden_objective(folder, draft(folder), 4.0)
+    right, valid = objective.evaluate(batch)
+    known = json.loads((GOLDEN / "domino" / folder / "train.json").read_text())["losses"]
+    _, mask = batch.labels(objective.module.slots)
+    assert torch.equal(valid, mask.long().cumprod(-1).bool().flatten(0, 1))
+    everywhere = float((right & mask.flatten(0, 1)).sum() / mask.sum())
+    assert everywhere == pytest.approx(next(iter(known.values()))["accuracy"], rel=1e-5)
+    objective.columns = torch.arange(128)
+    with torch.no_grad():
+        some = objective.terms(objective.module, batch, 0.3)
+        objective.columns = None
+        full = objective.terms(objective.module, batch, 0.3)
+    for key in full:
+        torch.testing.assert_close(some[key], full[key])
+
+
+def test_the_curriculum_ends_when_told():
+    """SpecForge: ``lambda_base_decay_ratio`` is the share of the run over which lambda falls."""
+    objective = DominoObjective(draft("trained_shift_b8"), torch.zeros(1), base_start=0.8, base_decay=0.5)
+    assert [objective.base_share(p) for p in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([0.8, 0.4, 0.0, 0.0])
+    with pytest.raises(InvalidInput, match="base_decay"):
+        DominoObjective(draft("trained_shift_b8"), torch.zeros(1), base_decay=0.0)
 
 
 def test_slot_convention_shifted_by_one_loses_acceptance():
@@ -300,6 +361,53 @@ def test_train_forward_equals_draft(seed, options):
         backbone.extend(context, features[:, :anchor], torch.arange(anchor)[None])
         block = backbone.draft(context, ids[:, anchor], torch.tensor([anchor]))
         torch.testing.assert_close(block.hidden[0], hidden[0, index, backbone.first_slot :], atol=1e-9, rtol=1e-9)
+
+
+def drafts_for(seed: int, **options) -> Domino:
+    """A random Domino for the toy target, its correction strong enough to change choices."""
+    base = dflash(toy(), seed)
+    backbone = Domino(new_config(base.config, emb_dim=3, gru_hidden_dim=5, **options), seed=seed)
+    backbone = backbone.double().requires_grad_(False).eval()
+    backbone.load_state_dict(base.state_dict(), strict=False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in backbone.named_parameters():
+        if name.startswith(("prefix_gru", "embed_proj")):
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 2)
+    return backbone
+
+
+@settings(deadline=None, max_examples=12)
+@given(SEEDS, st.booleans(), st.integers(0, 3), st.sampled_from([None, 5]), st.sampled_from([None, "pooled"]))
+def test_greedy_output_is_the_targets(seed, shift, first, tree, head):
+    """Any draft, chain or tree, with a head on a pool of candidates or none."""
+    backbone = drafts_for(seed % 50, shift_label=shift, pure_draft_prefix_len=first)
+    rows = prompts(seed, [3, 6])
+    zoo = repairzoo.build(backbone, head and heads_for(toy(), head, seed), toy(), tree=tree)
+    out = zoo.generate(rows, max_new_tokens=6, eos_token_id=[])
+    assert out.token_ids == [greedy(toy().model, row, 6) for row in rows]
+
+
+@settings(deadline=None, max_examples=10)
+@given(SEEDS, st.booleans())
+def test_a_tree_of_width_one_is_the_walk(seed, shift):
+    """The GRU's state forks with the prefixes."""
+    backbone = tiny(seed, shift_label=shift)
+    block = random_block(backbone, seed)
+    tokens, _, _ = walk(block, [block.native], None)
+    tree = best_first(block, [block.native], None, block.slots, width=1)
+    assert torch.equal(tree.tokens[:, 1:], tokens)
+    # in a wide tree, every node's path has the probability that the teacher-forced law gives it
+    tree = best_first(block, [block.native], None, 12)
+    for row in range(2):
+        for node in range(1, tree.size):
+            path, at = [], node
+            while at > 0:
+                path.insert(0, int(tree.tokens[row, at]))
+                at = int(tree.parents[row, at])
+            siblings = tree.tokens[row, (tree.parents[row] == tree.parents[row, node]) & tree.valid[row]]
+            previous = torch.tensor([[int(block.anchor_ids[row]), *path[:-1]]])
+            law = backbone.corrected_logits(block.hidden[row : row + 1, : len(path)], previous)[0, -1]
+            assert set(siblings.tolist()) == set(law.topk(len(siblings)).indices.tolist())
 
 
 def test_a_new_draft_drafts_as_its_trunk():
