@@ -32,6 +32,7 @@ from repairzoo.heads.lilicorr import (
     LiLiCorrConfig,
     convert_published,
     naive,
+    rows_after,
     save_published,
     supervision,
     terms,
@@ -187,7 +188,7 @@ def test_golden_losses_and_gradients(name):
         supervised, rank = supervision(pool.ids, labels, t["loss.slot_mask"].flatten(0, 1))
         assert torch.equal(supervised.long(), t["loss.supervised"])
         assert torch.equal(rank * supervised, t["loss.gt_indices"] * supervised)
-        parts = terms(start, pair, rank, supervised, teacher.gather(-1, pool.ids), weights)
+        parts = terms(rows_after(start, pair, rank), rank, supervised, teacher.gather(-1, pool.ids), weights)
         want = cases["losses"][kind]
         for part, (numerator, denominator) in parts.items():
             weight = getattr(weights, part)
@@ -302,7 +303,7 @@ def test_loss_equals_oracle(seed, weights):
     teacher = torch.randn(3, 4, V, generator=g, dtype=torch.float64)
     start, pair, *_ = head.prepare(block, pool)
     supervised, rank = supervision(pool.ids, labels, mask)
-    got = terms(start, pair, rank, supervised, teacher.gather(-1, pool.ids), weights)
+    got = terms(rows_after(start, pair, rank), rank, supervised, teacher.gather(-1, pool.ids), weights)
     sums = torch.zeros(4, dtype=torch.float64)
     for b in range(3):
         found = naive.loss(
@@ -320,15 +321,14 @@ def test_loss_equals_oracle(seed, weights):
 def test_hinge_and_penalty_vanish_where_they_should():
     """Invariant 30: the hinge is 0 iff the margin is at least 2; the penalty is 0 iff no likelier mass is misplaced."""
     rank, one = torch.tensor([[0]]), torch.tensor([[True]])
-    none = torch.zeros(1, 0, 3, 3)
     for start, teacher, hinge, penalty in (
         ([3.0, 1.0, 0.0], [0.0, 0.0, 1.0], False, False),
         ([2.9, 1.0, 0.0], [0.0, -1.0, 0.0], True, True),
     ):
-        got = terms(torch.tensor([start]), none, rank, one, torch.tensor([[teacher]]), MARGIN)
+        got = terms(torch.tensor([[start]]), rank, one, torch.tensor([[teacher]]), MARGIN)
         assert (got["margin"][0].item() > 0) is hinge and (got["penalty"][0].item() > 0) is penalty
     with pytest.raises(InvalidInput, match="target's logits"):
-        terms(torch.zeros(1, 3), none, rank, one)
+        terms(torch.zeros(1, 1, 3), rank, one)
 
 
 # ---------------------------------------------------------------- invariants
@@ -405,7 +405,7 @@ def test_new_head_is_no_dead_saddle():
     start, pair = head.scores(block.embedding[pool.ids], pool.log_probs, block.hidden, block.context,
                               block.history_mask[:, -1])  # fmt: skip
     supervised, rank = supervision(pool.ids, pool.ids[..., 1], torch.ones(2, 4))
-    got = terms(start, pair, rank, supervised, torch.zeros(2, 4, 4), BASE)
+    got = terms(rows_after(start, pair, rank), rank, supervised, torch.zeros(2, 4, 4), BASE)
     sum(n / d for n, d in got.values()).backward()  # type: ignore[union-attr]
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for n, p in head.named_parameters() if "_head" in n)
     collapsed = random_head(0)

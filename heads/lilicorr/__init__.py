@@ -2,7 +2,7 @@
 
 from .convert import convert_published, published_config, save_published
 from .head import LiLiCorr, LiLiCorrConfig
-from .train import BASE, MARGIN, Weights, supervision, terms
+from .train import BASE, MARGIN, Weights, rows_after, supervision, terms
 
 __all__ = [
     "BASE",
@@ -12,6 +12,7 @@ __all__ = [
     "Weights",
     "convert_published",
     "published_config",
+    "rows_after",
     "save_published",
     "supervision",
     "terms",

@@ -252,17 +252,24 @@ class LiLiCorr(LearnedHead):
         else:
             rank = (ids[:, slot - 1, None, :served] == previous[..., None]).to(torch.uint8).argmax(-1)  # [B, W]
             psi = pair[:, slot - 1].gather(1, rank[..., None].expand(b, w, served))
-        psi = psi.to(scores.dtype)
         known = scores[..., :served]
+        new = self.decide(psi.to(scores.dtype), known, log_probs[:, slot, None, :served].to(scores.dtype), slot)
+        new = torch.where(new == known, known, new)  # adding 0.0 has turned -0.0 into 0.0
+        rest = scores[..., served:]
         if self.config.decision == "published":
-            new = psi + (known - log_probs[:, slot, None, :served].to(scores.dtype))
-            rest = torch.full_like(scores[..., served:], float("-inf"))  # ranks without a score cannot win
-        else:
-            gamma = self.gamma[slot].to(scores.dtype)
-            # a factor of zero must not turn -0.0 into 0.0
-            new = torch.where(gamma == 0, known, known + gamma * (psi - psi.mean(-1, keepdim=True)))
-            rest = scores[..., served:]
+            rest = torch.full_like(rest, float("-inf"))  # ranks without a score cannot win
         return torch.cat((new, rest), -1), carry
+
+    def decide(self, psi: Tensor, scores: Tensor, log_probs: Tensor, slot: int | slice) -> Tensor:
+        """Outgoing scores from psi, incoming scores and the pool's log-probabilities, all ``[..., K]``; differentiable.
+
+        With a slice of slots the second to last dimension runs over them.
+        """
+        if self.config.decision == "published":
+            return psi + (scores - log_probs)
+        gamma = self.gamma[slot].to(scores.dtype)
+        gamma = gamma[:, None] if isinstance(slot, slice) else gamma
+        return scores + gamma * (psi - psi.mean(-1, keepdim=True))
 
     # ---- diagnostics
 

@@ -49,18 +49,23 @@ def supervision(ids: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tens
     return forced & mask.bool().all(-1, keepdim=True), found.to(torch.uint8).argmax(-1)
 
 
-def terms(
-    start: Tensor,
-    pair: Tensor,
-    rank: Tensor,
-    supervised: Tensor,
-    teacher: Tensor | None = None,
-    weights: Weights = BASE,
-) -> Terms:
+def rows_after(start: Tensor, pair: Tensor, rank: Tensor) -> Tensor:
+    """Scores ``[N, S, K]`` of every slot after the true candidate of the slot before.
+
+    Args:
+        start: ``[N, K]``. pair: ``[N, S-1, K, K]``. rank: ``[N, S]``, see :func:`supervision`.
+    """
+    n, s = rank.shape
+    before = rank[:, :-1, None, None].expand(n, s - 1, 1, start.shape[1])
+    return torch.cat((start[:, None], pair.gather(2, before)[:, :, 0]), 1)
+
+
+def terms(z: Tensor, rank: Tensor, supervised: Tensor, teacher: Tensor | None = None, weights: Weights = BASE) -> Terms:
     """Loss terms as (numerator, denominator): means over the supervised slots, times their weights.
 
     Args:
-        start: ``[N, K]``. pair: ``[N, S-1, K, K]``. rank, supervised: ``[N, S]``, see :func:`supervision`.
+        z: ``[N, S, K]`` decision scores after the true predecessor, see :func:`rows_after`.
+        rank, supervised: ``[N, S]``, see :func:`supervision`.
         teacher: ``[N, S, K]`` target logits of the candidates; needed for the penalty.
 
     Raises:
@@ -68,14 +73,11 @@ def terms(
     """
     if weights.penalty and teacher is None:
         raise InvalidInput("lilicorr: the penalty needs the target's logits; give them, or set its weight to 0")
-    n, s, k = start.shape[0], rank.shape[1], start.shape[1]
-    before = rank[:, :-1, None, None].expand(n, s - 1, 1, k)
-    z = torch.cat((start[:, None], pair.gather(2, before)[:, :, 0]), 1)  # [N, S, K], row of the true predecessor
     right, here = rank[..., None], supervised.to(z.dtype)
     count = here.sum()
     log_p = z.log_softmax(-1)
     parts = {"ce": -log_p.gather(-1, right)[..., 0]}
-    if weights.margin and k > 1:
+    if weights.margin and z.shape[-1] > 1:
         others = z.scatter(-1, right, float("-inf")).amax(-1)
         parts["margin"] = F.relu(weights.gap - (z.gather(-1, right)[..., 0] - others))
     if weights.penalty and teacher is not None:

@@ -1,0 +1,221 @@
+"""Heads on a backbone in training: the blocks they see are those of the loop, and training does what it should."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from training_toys import TAPS, VOCAB, draft, make_corpus, target, write_recipe
+
+import repairzoo
+from repairzoo.backbones.domino import Domino
+from repairzoo.backbones.domino import new_config as domino_config
+from repairzoo.block import make_pool
+from repairzoo.errors import InvalidInput
+from repairzoo.heads.drelay import DRelay, DRelayConfig
+from repairzoo.heads.drelay import objective as drelay
+from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig, Weights
+from repairzoo.heads.lilicorr import objective as lilicorr
+from repairzoo.train.blocks import pool_blocks, prefixes, target_scores
+from repairzoo.train.data import Batch
+from repairzoo.train.recipe import read_recipe
+from repairzoo.train.trainer import total_loss
+
+ROOT = Path(__file__).parents[1]
+SIZES = {
+    "block_size": 4, "hidden_size": 16, "vocab_size": VOCAB, "padded_vocab_size": VOCAB, "target_id": "toy/target",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def batch(seed: int = 0, rows: int = 3, length: int = 12) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB - 1, (rows, length), generator=g)
+    mask = torch.ones(rows, length, dtype=torch.bool)
+    mask[1, 9:] = False
+    anchors = torch.tensor([[0, 3, 8], [1, 5, 8], [10, 4, 2]])
+    keep = torch.tensor([[True, True, True], [True, True, True], [True, True, False]])
+    cache = target().new_cache(rows, length)
+    _, features = target().prefill(ids, torch.full((rows,), length), cache, TAPS)
+    assert features is not None
+    return Batch(ids, mask, features, anchors, keep)
+
+
+def domino(seed: int = 0) -> Domino:
+    config = domino_config(draft().config, emb_dim=6, gru_hidden_dim=5)
+    backbone = Domino(config, seed=seed)
+    return backbone.bind(target().embedding, target().output_weight, num_layers=3)
+
+
+def relay(**options) -> DRelay:
+    widths = {"width": 16, "heads": 2, "ffn": 16, "residual": 16, "rank": 8, "gate": 8}
+    return DRelay(DRelayConfig(**SIZES, **widths, pool_size=6, **options), torch.Generator().manual_seed(0))
+
+
+def lattice(**options) -> LiLiCorr:
+    values = {"candidates": 6, "pool_size": 6, "width": 16, "num_heads": 2, "num_layers": 1, "factor_dim": 8} | options
+    return LiLiCorr(LiLiCorrConfig(**SIZES, **values), torch.Generator().manual_seed(0))
+
+
+def everything(head: str, joint: bool, **options):
+    backbone = draft(2).requires_grad_(joint)
+    if head == "drelay":
+        return drelay.DRelayObjective(relay(), backbone, joint=joint, until=0.0, **options)
+    weights = Weights(0.125, 0.125, 0.25)
+    made = lattice(decision="identity_safe" if head == "identity_safe" else "published")
+    return lilicorr.LiLiCorrObjective(made, backbone, target(), weights, joint=joint, **options)
+
+
+@torch.no_grad()
+def test_blocks_are_those_of_the_loop():
+    """Hidden states, anchor feature, history, pool: at every anchor what a draft after the same prefix gives."""
+    backbone, b = draft(2), batch()
+    blocks = pool_blocks(backbone, b, 5)
+    assert len(blocks.labels) == 8 - 1  # the anchor at 8 of row 1 has no supervised successor
+    for i, (row, position) in enumerate(zip(blocks.rows.tolist(), blocks.positions.tolist(), strict=True)):
+        cache = backbone.new_cache(1, 24, torch.float32, b.features.device)
+        if position:
+            backbone.extend(cache, b.features[row : row + 1, :position], torch.arange(position)[None])
+        want = backbone.draft(cache, b.input_ids[row, position][None], torch.tensor([position]))
+        for name in ("hidden", "context", "history", "history_mask", "anchor_ids"):
+            got = getattr(blocks.block, name)[i : i + 1]
+            torch.testing.assert_close(got, getattr(want, name), atol=1e-5, rtol=1e-4)
+        pool = make_pool(want.logits, 5)
+        assert torch.equal(blocks.pool.ids[i], pool.ids[0])
+        torch.testing.assert_close(blocks.pool.log_probs[i], pool.log_probs[0], atol=1e-5, rtol=1e-4)
+        inside = min(3, 12 - 1 - position)
+        assert blocks.labels[i, :inside].tolist() == b.input_ids[row, position + 1 : position + 1 + inside].tolist()
+
+
+@torch.no_grad()
+def test_incoming_scores_are_those_of_a_causal_backbone():
+    """On Domino a head is given the scores that its corrector gives after the true tokens."""
+    backbone, b = domino(), batch()
+    for p in backbone.parameters():
+        p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    blocks = pool_blocks(backbone, b, 5)
+    previous = torch.cat((blocks.block.anchor_ids[:, None], blocks.labels[:, :-1]), 1)
+    want = backbone.corrected_logits(blocks.block.hidden, previous).gather(-1, blocks.pool.ids)
+    torch.testing.assert_close(blocks.scores.log_softmax(-1), want.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    assert (blocks.scores - blocks.pool.log_probs).abs().max() > 1e-3
+    with pytest.raises(InvalidInput, match="joint: false"):
+        pool_blocks(backbone, b, 5, joint=True)
+
+
+@torch.no_grad()
+def test_target_scores_are_the_targets():
+    b = batch()
+    blocks = pool_blocks(draft(2), b, 5)
+    logits = target().model(b.input_ids).logits
+    got = target_scores(target(), b, blocks)
+    for i, (row, position) in enumerate(zip(blocks.rows.tolist(), blocks.positions.tolist(), strict=True)):
+        for s in range(min(3, 12 - position)):
+            want = logits[row, position + s][blocks.pool.ids[i, s]]
+            torch.testing.assert_close(got[i, s], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["drelay", "published", "identity_safe"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_training_improves_the_choice(head, joint):
+    """Loss falls, right choices rise; the backbone moves in joint training only."""
+    objective, b = everything(head, joint), batch()
+    before = copy.deepcopy(objective.backbone.state_dict())
+    trained = [p for p in objective.module.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    first, start = None, objective.diagnose([b])
+    if head != "published":
+        assert start["selected"] == start["native"] and start["fixed"] == start["broken"] == 0
+    for _ in range(40):
+        loss = total_loss(objective.terms(objective.module, b, 1.0))
+        first = loss.item() if first is None else first
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert loss.item() < 0.8 * first
+    end = objective.diagnose([b])
+    # an untrained published decision may choose well by chance
+    assert end["selected"] > start["selected"] or (head == "published" and end["fixed"] > end["broken"])
+    assert end["selected"] <= end["oracle"] + 1e-6
+    right, valid = objective.evaluate(b)
+    assert right.shape == valid.shape == (7, 3)
+    moved = any(
+        not torch.equal(a, b) for a, b in zip(before.values(), objective.backbone.state_dict().values(), strict=True)
+    )
+    assert moved is joint
+
+
+def test_new_drelay_learns_from_its_first_step():
+    """What makes a new head exact must not cut its gradient: the first step moves every output layer."""
+    objective = everything("drelay", False)
+    total_loss(objective.terms(objective.module, batch(), 1.0)).backward()
+    for name in ("residual_out", "global_rank", "history_rank", "prefix_rank", "gate_out"):
+        assert objective.head.get_parameter(f"{name}.weight").grad.abs().sum() > 0, name
+
+
+def test_joint_gradients_equal_those_of_the_parts():
+    """Joint training at alpha 0 is the draft's cross entropy alone (invariant 21), restricted to all ids or not."""
+    b = batch()
+    grads: list[Tensor] = []
+    for columns in (None, torch.arange(VOCAB)):
+        objective = everything("drelay", True, alpha=(0.0, 0.0), columns=columns)
+        total_loss(objective.terms(objective.module, b, 1.0)).backward()
+        grads.append(objective.backbone.fc.weight.grad)
+    from repairzoo.backbones.dflash.train import DFlashObjective
+
+    plain = DFlashObjective(draft(2), target().output_weight, gamma=None)
+    blocks = pool_blocks(plain.module, b, 5)
+    hidden = plain.module(b.features, b.input_ids, b.anchors)[:, :, 1:].flatten(0, 1)
+    labels, mask = b.labels(3)
+    keep = mask[..., 0].flatten()
+    logits = (hidden[keep] @ target().output_weight.T).flatten(0, 1)
+    entropy = torch.nn.functional.cross_entropy(logits, labels.flatten(0, 1)[keep].flatten(), reduction="none")
+    ((entropy * blocks.mask.flatten()).sum() / blocks.mask.sum()).backward()
+    for grad in grads:
+        torch.testing.assert_close(grad, plain.module.fc.weight.grad, atol=1e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_prefix_diagnostics_count_by_hand():
+    blocks = pool_blocks(draft(2), batch(), 4)
+    blocks.mask[:] = True
+    blocks.labels[:] = blocks.pool.ids[..., 1]  # native is wrong everywhere, the oracle always right
+    scores = blocks.scores.clone()
+    scores[:, :2, 1] = 1e3
+    found = prefixes(blocks, scores)
+    want = {"native": 0.0, "selected": 2.0, "oracle": 3.0, "fixed": 14, "broken": 0, "slots": 21}
+    assert found == want
+
+
+@pytest.mark.parametrize("kind", ["drelay", "lilicorr"])
+def test_recipes_plan_train_and_save_what_loads(kind, tmp_path):
+    """The shipped recipe is sound; a tiny one makes an artifact that drafts, losslessly, in the loop."""
+    shipped = read_recipe(ROOT / "heads" / kind / "recipe.yaml")
+    assert shipped.kind == kind
+    model = {
+        "drelay": {"preset": "small", "width": 16, "ffn": 16, "residual": 16, "rank": 8, "gate": 8, "pool_size": 6},
+        "lilicorr": {"width": 16, "factor_dim": 8, "candidates": 6, "num_heads": 2, "num_layers": 1},
+    }[kind] | {"dtype": "float32"}
+    run = {"steps": 2, "batch": 4, "anchors": 4, "precision": "fp32", "eval_sequences": 4}
+    path = write_recipe(tmp_path / "recipe.yaml", {"kind": kind, "model": model, "objective": {}, "run": run})
+    folder = make_corpus(tmp_path / "corpus", 60)
+    module = {"drelay": drelay, "lilicorr": lilicorr}[kind]
+    with pytest.raises(InvalidInput, match="give the backbone"):
+        module.plan(read_recipe(path), target(), [folder])
+    backbone = draft(2)
+    job = module.plan(read_recipe(path), target(), [folder], backbone=backbone)
+    b = job.corpus.training_batch(0, 4, 4, 0)
+    assert total_loss(job.objective.terms(job.objective.module, b, 0.5)).isfinite()
+    job.save(tmp_path / "artifact")
+    head = {"drelay": DRelay, "lilicorr": LiLiCorr}[kind].load(tmp_path / "artifact")
+    assert head.config.backbone == "dflash" and json.dumps(job.facts)
+    assert job.finish is not None and job.finish(read_recipe(path).run)[0]["prefixes"]["slots"] > 0
+    zoo = repairzoo.build(backbone, head, target())
+    rows = [[1, 2, 3]]
+    want = repairzoo.autoregressive(target(), rows, max_new_tokens=8).token_ids
+    assert zoo.generate(rows, max_new_tokens=8).token_ids == want
+    again = module.plan(read_recipe(path), target(), [folder], backbone=backbone, init=tmp_path / "artifact")
+    assert all(torch.equal(v, head.state_dict()[n]) for n, v in again.objective.head.state_dict().items())
