@@ -189,3 +189,14 @@ def test_one_epoch_shows_every_answer_once(folder):
     stripped = {t for t in texts if any(s[: len(t)] == t for s in shown)}
     assert len(rows) == steps * size
     assert len(stripped) >= len(texts) - size  # but for the rest of the division
+
+
+def test_text_of_prompts_can_be_trained_on_and_is_never_judged(folder):
+    answers, text = read(folder), read(folder, text_from=2)
+    assert [len(s) for s in answers.held] == [len(s) for s in text.held]
+    assert [s.prompt for s in answers.held] == [s.prompt for s in text.held]
+    assert {s.prompt for s in text.train} == {2}
+    batch = text.training_batch(0, 4, 40, 0)
+    assert int(batch.anchors[batch.keep].min()) == 2
+    assert bool(batch.loss_mask[:, 2].all()) and not bool(batch.loss_mask[:, :2].any())
+    assert text.digest() != answers.digest()

@@ -106,7 +106,7 @@ class Corpus:
         """Names what is trained on: another digest, other batches."""
         content = hashlib.sha256()
         for s in self.train:
-            content.update(s.ids.numpy().tobytes())
+            content.update(s.prompt.to_bytes(4, "big") + s.ids.numpy().tobytes())
         return content.hexdigest()
 
     def features(self, sequence: Sequence) -> Tensor:
