@@ -12,6 +12,7 @@ import torch
 from repairzoo.artifact import check_fit, fingerprint, read_config
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.registry import HUB_PREFIX, Entry, registry
+from repairzoo.resolve import resolve
 from repairzoo.target import Target
 
 
@@ -37,7 +38,7 @@ def load_backbone(
         folder = _local(known.weights(known.pair(str(source), "none", target), "backbone"))
     else:
         folder = _folder(source, "backbone")
-        entry = known.get("backbone", "dflash")
+        entry = known.get("backbone", resolve(folder).kind)
     return _class(entry).load(folder, device=device, dtype=dtype)
 
 
