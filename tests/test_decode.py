@@ -77,6 +77,25 @@ def test_perfect_draft_is_accepted_whole(tree):
     assert out.stats.accepted == [[depth + 1] * whole + [rest] * (rest > 0)]
 
 
+@pytest.mark.parametrize(("place", "budget"), [(1, 20), (3, 20), (4, 20), (20, 3), (3, 4), (20, 1)])
+def test_round_itself_ends_rows(place, budget):
+    """The host would cut a row as well; on an accelerator the round must not go on with one that has ended."""
+    target, rows = toy(), prompts(6, [5, 3])
+    answers = [greedy(target.model, row, 21) for row in rows]
+    zoo = repairzoo.build(knowing([p + a for p, a in zip(rows, answers, strict=True)], 3), None, target)
+    place = next(i for i in range(place, 21) if answers[0][i] not in answers[0][:i]) if place < 20 else place
+    eos = torch.tensor([answers[0][place]] if place < 20 else [], dtype=torch.int64)
+    engine = decode.Engine(target, zoo.backbone, (), Law(0.0), eos)
+    state = decode.start(engine, rows, [budget, 21], [0, 0])
+    committed, stopped = 1, False
+    for _ in range(7):
+        out = decode.round(engine, state, state.ids.shape[1])
+        committed, stopped = committed + int(out.count[0]), stopped or bool(out.stopped[0])
+    assert committed == min(place + 1, budget) == int(state.length[0]) - 5
+    assert state.done[0] and stopped == (place < budget)
+    assert state.ids[0, 5 : 5 + committed].tolist() == answers[0][:committed]
+
+
 def test_wrong_first_draft_is_never_committed():
     """lattice#243: a draft that is wrong at slot 0 gives rounds of one token, and that token is the target's."""
     target, prompt = toy(), prompts(2, [5])[0]
