@@ -14,7 +14,14 @@ from training_toys import END, TAPS, make_corpus, plan, read, target
 import repairzoo
 from repairzoo.errors import InvalidInput
 from repairzoo.train import corpus as module
-from repairzoo.train.corpus import chat_ids, load_prompts, plan_batches, read_corpus, write_corpus
+from repairzoo.train.corpus import (
+    chat_ids,
+    load_prompts,
+    plan_batches,
+    read_corpus,
+    write_corpus,
+    write_features,
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +57,22 @@ def test_stored_features_are_those_of_a_fresh_pass(folder):
         assert found.shape == (len(s) - 1, 3 * width)
         torch.testing.assert_close(found[:, :width].float(), expected[0, :-1], atol=2e-2, rtol=1e-2)
         torch.testing.assert_close(found[:, 2 * width :].float(), hidden[2][0, :-1], atol=2e-2, rtol=1e-2)
+
+
+def test_a_corpus_of_tokens_gets_its_features_back(folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.features.*"))
+    with pytest.raises(InvalidInput, match="train features"):
+        toys.read(bare).features(toys.read(bare).train[0])
+    write_features(target(), bare, batch=7)
+    for path in folder.glob("*.features.*"):
+        again, stored = load_file(bare / path.name)["features"], load_file(path)["features"]
+        torch.testing.assert_close(again.float(), stored.float(), atol=2e-2, rtol=1e-2)
+    manifest = json.loads((bare / "manifest.json").read_text())
+    manifest["target"]["revision"] = "another"
+    (bare / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InvalidInput, match="another"):
+        write_features(target(), bare)
 
 
 def test_interrupted_run_resumes_to_the_same_bytes(folder, tmp_path, monkeypatch):
