@@ -251,10 +251,12 @@ class DRelay(LearnedHead):
             u = layer(u)  # [B, S, d]
 
         n = self.candidate_norm(u[:, :, None] + self.candidate(e))
-        parts = [split_heads(x.flatten(1, 2), c.heads).unflatten(-2, (s, k)) for x in self.read_qkv(n).chunk(3, -1)]
+        q, key, value = (
+            split_heads(x.flatten(1, 2), c.heads).unflatten(-2, (s, k)) for x in self.read_qkv(n).chunk(3, -1)
+        )
         first = c.slots - s  # a shorter block keeps the trained offset of relative slots
         bias = self.read_bias[:, first : first + 2 * s - 1]
-        read, null = candidate_read(*parts, log_q[:, None], bias)  # [B, heads, S, K, d / heads]
+        read, null = candidate_read(q, key, value, log_q[:, None], bias)  # [B, heads, S, K, d / heads]
         lam = torch.sigmoid(self.fusion(torch.cat((hidden, u), -1)))  # [B, S, 1]
         residual = lam[..., None] * self.read_out(read.permute(0, 2, 3, 1, 4).flatten(-2))  # [B, S, K, d]
         z = u + (pi[..., None] * residual).sum(-2)  # lambda scales the slot's residual as well: it is linear
@@ -441,4 +443,5 @@ def new_config(preset: str, **values: Any) -> DRelayConfig:
     """
     if preset not in PRESETS:
         raise InvalidInput(f"preset={preset!r}: known are {', '.join(PRESETS)}")
-    return DRelayConfig(**(PRESETS[preset] | values))
+    settings: dict[str, Any] = {**PRESETS[preset], **values}
+    return DRelayConfig(**settings)

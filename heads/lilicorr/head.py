@@ -14,6 +14,7 @@ from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int, is_real
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor]
+LOWEST = -1e6  # a token that the draft excludes has a log-probability of minus infinity, a feature must be finite
 FEATURES = 5  # log p, p, log p - max, rank / (k - 1), rank == 0
 
 
@@ -286,7 +287,7 @@ class LiLiCorr(LearnedHead):
 
 def candidate_features(log_probs: Tensor) -> Tensor:
     """``[..., K] -> [..., K, 5]``. The rank fraction divides by the *served* k - 1, as in the reference."""
-    k = log_probs.shape[-1]
+    log_probs, k = log_probs.clamp_min(LOWEST), log_probs.shape[-1]
     rank = torch.arange(k, device=log_probs.device, dtype=log_probs.dtype).expand_as(log_probs)
     best = log_probs.amax(-1, keepdim=True)
     columns = (log_probs, log_probs.exp(), log_probs - best, rank / max(k - 1, 1), (rank == 0).to(rank.dtype))
