@@ -96,6 +96,7 @@ class Zoo:
 
     def engine(self, request: Request) -> Engine:
         """The fixed part of a run."""
+        confidence = getattr(self.backbone, "confidence_threshold", 0.0)
         return Engine(
             target=self.target,
             backbone=self.backbone,
@@ -106,7 +107,8 @@ class Zoo:
             sampled=self.proposal == "sampled" and not request.law.greedy,
             pool=_pool_size(self.heads),
             processor=hugging_face_processor(request) if request.processors else None,
-            confidence=getattr(self.backbone, "confidence_threshold", 0.0),
+            confidence=confidence,
+            trim=confidence > 0 and self.target.device.type == "cpu",
         )
 
     def _request(self, inputs: Any, mask: Tensor | None, chat: bool | None, options: dict[str, Any]) -> Request:

@@ -57,6 +57,8 @@ class Engine:
         processor: extra processing of the verify logits ``[B, M, V]``, or None. It may run on the host.
         confidence: slots of a chain from the first whose confidence is lower on are not proposed; 0 proposes all. The
             backbone's corrector then has ``confidence(block, previous [B, S]) -> [B, S]``.
+        trim: verify only the slots that some row proposes: rows saved on a CPU, for one host read a round. Without it a
+            round reads nothing and keeps its shapes.
     """
 
     target: Target
@@ -69,6 +71,7 @@ class Engine:
     pool: int | None = None
     processor: Processor | None = None
     confidence: float = 0.0
+    trim: bool = False
 
     def __post_init__(self) -> None:
         if self.confidence and self.nodes is not None:
@@ -202,8 +205,8 @@ def shorten(tree: TokenTree, q: Tensor | None, repaired: Tensor) -> tuple[TokenT
     """
     longest = int(tree.valid[:, 1:].sum(1).max())
     size = 1 + (longest if q is None else max(longest, 1))  # the ratio rule needs a slot
-    columns = (tree.tokens, tree.parents, tree.depths, tree.valid)
-    cut = TokenTree(*(column[:, :size] for column in columns), size - 1)
+    tokens, parents, depths, valid = (x[:, :size] for x in (tree.tokens, tree.parents, tree.depths, tree.valid))
+    cut = TokenTree(tokens, parents, depths, valid, size - 1)
     return cut, None if q is None else q[:, : size - 1], repaired[:, : size - 1]
 
 
@@ -244,7 +247,7 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
     block = backbone.draft(state.context, anchor, position, bound)
     mark("draft")
     tree, q, repaired = propose(engine, block, state.seed)
-    if engine.confidence and position.device.type == "cpu":
+    if engine.trim:
         tree, q, repaired = shorten(tree, q, repaired)
     mark("head")
 
