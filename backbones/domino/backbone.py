@@ -76,7 +76,7 @@ class Domino(BlockBackbone):
     def initialise(self, seed: int) -> None:
         """A new draft: the trunk's matrices as DFlash's of that seed, and no correction yet (``W_2 = 0``)."""
         super().initialise(seed)
-        nn.init.zeros_(self.embed_proj[2].weight)
+        nn.init.zeros_(self.output_rows)
 
     def corrector(self) -> DominoCorrector:
         return DominoCorrector(self)
@@ -84,11 +84,16 @@ class Domino(BlockBackbone):
     @property
     def output_rows(self) -> Tensor:
         """``W_2 [V, E]``: the correction of a token is its row times ``y``."""
-        return self.embed_proj[2].weight
+        return self._linear(2)
+
+    def _linear(self, place: int) -> Tensor:
+        layer = self.embed_proj[place]
+        assert isinstance(layer, nn.Linear)
+        return layer.weight
 
     def hidden_part(self, hidden: Tensor) -> Tensor:
         """What ``hidden [..., D]`` contributes to the inner layer, ``[..., E]``: nothing in it is sequential."""
-        return F.linear(hidden, self.embed_proj[0].weight[:, : self.hidden_size])
+        return F.linear(hidden, self._linear(0)[:, : self.hidden_size])
 
     def gate(self, hidden: Tensor) -> Tensor | None:
         """``[..., 1]`` factor on the correction, or None."""
@@ -98,7 +103,7 @@ class Domino(BlockBackbone):
         """``y [..., E]``: the correction of the logits is ``W_2 y``."""
         if self.bias_norm is not None:
             state = self.bias_norm(state)
-        y = F.silu(part + F.linear(state, self.embed_proj[0].weight[:, self.hidden_size :]))
+        y = F.silu(part + F.linear(state, self._linear(0)[:, self.hidden_size :]))
         return y if gate is None else y * gate
 
     def teacher_forced(self, hidden: Tensor, previous: Tensor) -> Tensor:

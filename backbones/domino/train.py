@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from repairzoo.errors import InvalidInput
+from repairzoo.target import Target
 from repairzoo.train.data import Batch, prefix
+from repairzoo.train.drafts import draft_job, first_trunk
 from repairzoo.train.losses import decay_weights, place_in
+from repairzoo.train.recipe import Job, RunRecipe, read_section
 from repairzoo.train.trainer import Terms
 
 from .backbone import Domino
+from .config import new_config
 
 _CHUNK = 512  # rows whose logits over the whole vocabulary are alive at once in an evaluation
 
@@ -88,3 +94,63 @@ def before(batch: Batch, labels: Tensor) -> Tensor:
     """The true token before each slot, ``[B, N, S]``: the anchor, then the labels."""
     anchors = batch.input_ids.gather(1, batch.anchors)[..., None]
     return torch.cat((anchors, labels[..., :-1]), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """``model`` of a recipe; the trunk is that of the draft it begins with. Keys as in :class:`DominoConfig`."""
+
+    emb_dim: int
+    gru_hidden_dim: int
+    shift_label: bool
+    pure_draft_prefix_len: int = 1
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveSection:
+    """``objective`` of a recipe; see :class:`DominoObjective` and :func:`repairzoo.train.drafts.draft_job`."""
+
+    gamma: float | None = 4.0
+    base_start: float = 1.0
+    base_decay: float = 1.0
+    least_count: int | None = 1
+    text_from: int | None = None
+
+
+def plan(
+    recipe: RunRecipe,
+    target: Target,
+    folders: list[Path],
+    *,
+    init: Path | None = None,
+    backbone: Any = None,
+    passes: tuple[str, ...] | None = None,
+) -> Job:
+    """A Domino on the trunk of the draft in ``init``, on the target's answers.
+
+    Raises:
+        InvalidInput: no ``init``, or a key of the recipe. IncompatibleArtifact: ``init`` does not fit.
+    """
+    model = read_section(ModelSection, recipe.model, recipe.path, "model")
+    stated = read_section(ObjectiveSection, recipe.objective, recipe.path, "objective")
+    found = first_trunk(recipe, init)
+    assert init is not None
+    config = new_config(found.config, **asdict(model))
+
+    def objective(draft: Any, columns: Tensor | None) -> DominoObjective:
+        return DominoObjective(draft, target.output_weight, stated.gamma, stated.base_start, stated.base_decay, columns)
+
+    return draft_job(
+        recipe,
+        target,
+        folders,
+        init,
+        found,
+        lambda: Domino(config, seed=recipe.run.seed),
+        objective,
+        {"model": asdict(model), "objective": asdict(stated)},
+        least_count=stated.least_count,
+        text_from=stated.text_from,
+        passes=passes,
+    )

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from repairzoo.target import Target
 from repairzoo.train.data import Batch, prefix
+from repairzoo.train.drafts import draft_job, first_trunk
 from repairzoo.train.losses import decay_weights, place_in
+from repairzoo.train.recipe import Job, RunRecipe, read_section
 from repairzoo.train.trainer import Terms
 
 from .backbone import DSpark
+from .config import new_config
 
 _CHUNK = 512  # rows whose logits over the vocabulary are alive at once
 
@@ -134,3 +140,76 @@ def before(batch: Batch, labels: Tensor) -> Tensor:
     """The true token before each slot, ``[B, N, S]``: the anchor, then the labels."""
     anchors = batch.input_ids.gather(1, batch.anchors)[..., None]
     return torch.cat((anchors, labels[..., :-1]), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """``model`` of a recipe; the trunk is that of the draft it begins with. Keys as in :class:`DSparkConfig`."""
+
+    markov_rank: int
+    markov_head_type: str
+    confidence: bool = True
+    confidence_with_markov: bool = True
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveSection:
+    """``objective`` of a recipe; see :class:`DSparkObjective` and :func:`repairzoo.train.drafts.draft_job`."""
+
+    ce: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+    gamma: float | None = 4.0
+    detach: bool = True
+    least_count: int | None = 1
+    text_from: int | None = None
+
+
+def plan(
+    recipe: RunRecipe,
+    target: Target,
+    folders: list[Path],
+    *,
+    init: Path | None = None,
+    backbone: Any = None,
+    passes: tuple[str, ...] | None = None,
+) -> Job:
+    """A DSpark on the trunk of the draft in ``init``; the target reads every batch once more for its law.
+
+    Raises:
+        InvalidInput: no ``init``, or a key of the recipe. IncompatibleArtifact: ``init`` does not fit.
+    """
+    model = read_section(ModelSection, recipe.model, recipe.path, "model")
+    stated = read_section(ObjectiveSection, recipe.objective, recipe.path, "objective")
+    found = first_trunk(recipe, init)
+    assert init is not None
+    config = new_config(found.config, **asdict(model))
+
+    def objective(draft: Any, columns: Tensor | None) -> DSparkObjective:
+        weights = (stated.ce, stated.l1, stated.confidence, stated.gamma, stated.detach)
+        return DSparkObjective(draft, target.output_weight, last_hidden(target), *weights, columns)
+
+    return draft_job(
+        recipe,
+        target,
+        folders,
+        init,
+        found,
+        lambda: DSpark(config, seed=recipe.run.seed),
+        objective,
+        {"model": asdict(model), "objective": asdict(stated)},
+        least_count=stated.least_count,
+        text_from=stated.text_from,
+        passes=passes,
+    )
+
+
+def last_hidden(target: Target) -> Callable[[Tensor], Tensor]:
+    """``input_ids [B, T]``, padded on the right -> states ``[B, T, D]`` after the target's final norm."""
+
+    @torch.no_grad()
+    def read(input_ids: Tensor) -> Tensor:
+        return target.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+
+    return read
