@@ -198,6 +198,8 @@ class LearnedHead(nn.Module):
     def bind(self, embedding: Tensor, output_weight: Tensor) -> None:
         """Check that a target fits: ``[V, D]`` input embedding and output head, real or padded vocabulary.
 
+        Weights that are narrower than the target's are widened: half precision is slow where the target avoids it.
+
         Raises:
             IncompatibleArtifact: another vocabulary or hidden size than the config states.
         """
@@ -209,3 +211,4 @@ class LearnedHead(nn.Module):
                     f"for vocab_size {c.vocab_size} (padded {c.padded_vocab_size}) and hidden_size {c.hidden_size}; "
                     "load a head for this target"
                 )
+        self.to(torch.promote_types(next(self.parameters()).dtype, embedding.dtype))

@@ -545,6 +545,16 @@ def test_sampled_proposal_reports_the_law_it_drew_from():
     assert (q.gather(-1, tokens[..., None]) > 0).all()
 
 
+def test_binding_widens_but_never_narrows():
+    """A head in bfloat16 on a float32 target computes in float32 (and is stored as it was); the reverse stays."""
+    for stored, table, want in (("bfloat16", torch.float32, torch.float32), ("float32", torch.bfloat16, torch.float32)):
+        head = random_head(1, stored)
+        before = head.state_tensors()
+        head.bind(torch.zeros(V, D, dtype=table), torch.zeros(V, D, dtype=table))
+        assert {p.dtype for p in head.parameters()} == {want}
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), head.state_tensors().values(), strict=True))
+
+
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         random_head(0).config.width = 3

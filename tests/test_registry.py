@@ -184,7 +184,7 @@ def test_each_key_of_a_pair_is_required(data, tmp_path, key):
         (lambda d: d["heads"].update({7: d["heads"]["dels"]}), "7 is no usable head name"),
         (lambda d: d["heads"]["dels"].update(colour="red"), "'dels' has the unknown colour"),
         (lambda d: d["targets"]["smollm2-135m"].pop("default"), "exactly one target"),
-        (lambda d: d["pairs"][1].update(head="drelay"), "no head 'drelay'"),
+        (lambda d: d["pairs"][1].update(head="nobody"), "no head 'nobody'"),
         (lambda d: d["pairs"][1].pop("trained"), "'trained' must be"),
         (lambda d: d["pairs"][1].update(trained="maybe"), "'trained' must be"),
         (lambda d: d["pairs"][0].update(trained="joint"), "'trained' must be"),

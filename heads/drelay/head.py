@@ -400,10 +400,6 @@ class DRelay(LearnedHead):
         return {"null_mass": p.null_mass.mean(-1), "fusion": p.fusion, "fusion_histogram": bins}
 
 
-def _clamped(x: Tensor) -> Tensor:
-    return x.clamp(_LOWEST, -_LOWEST)
-
-
 def slot_stats(log_q: Tensor) -> Tensor:
     """``[..., K] -> [..., 6]``: log q_0, pool mass, best alternative, odds of any alternative, entropy, top share."""
     mass = log_q.logsumexp(-1)
@@ -411,7 +407,7 @@ def slot_stats(log_q: Tensor) -> Tensor:
     entropy = -(pi.exp() * pi.clamp_min(_LOWEST)).sum(-1)
     odds = log_q[..., 1:].logsumexp(-1) - log_q[..., 0]
     columns = (log_q[..., 0], mass.exp(), log_q[..., 1:].amax(-1) - log_q[..., 0], odds, entropy, pi[..., 0].exp())
-    return torch.stack([_clamped(x) for x in columns], -1)
+    return torch.stack(columns, -1).clamp(_LOWEST, -_LOWEST)
 
 
 def gate_stats(scores: Tensor, change: Tensor, native: Tensor, best: Tensor) -> Tensor:
@@ -432,7 +428,7 @@ def gate_stats(scores: Tensor, change: Tensor, native: Tensor, best: Tensor) -> 
         -(r.exp() * r.clamp_min(_LOWEST)).sum(-1),
         (scores.gather(-1, best)[..., 0] == rest.amax(-1)).to(scores.dtype),  # the ranking left the favourite
     )
-    return torch.stack([_clamped(x.nan_to_num(_LOWEST)) for x in columns], -1)
+    return torch.stack(columns, -1).nan_to_num(_LOWEST).clamp(_LOWEST, -_LOWEST)
 
 
 def new_config(preset: str, **values: Any) -> DRelayConfig:
