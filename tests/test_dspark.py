@@ -23,6 +23,7 @@ import repairzoo
 from repairzoo import decode
 from repairzoo.artifact import tensors_hash
 from repairzoo.backbones.dspark import DSpark, DSparkConfig, new_config
+from repairzoo.backbones.dspark.calibrate import expected_error, fit
 from repairzoo.backbones.dspark.train import DSparkObjective
 from repairzoo.block import DraftBlock, make_pool
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
@@ -501,6 +502,32 @@ def test_control_a_cut_that_looks_at_its_own_token_is_biased():
         worst = max(worst, deviation(table, law_of_a_round(backbone, block, table, threshold, True)[0]))
     assert worst > 0.01
     assert EXACT < 1e-9
+
+
+def test_calibration_error_by_hand():
+    p = torch.tensor([0.05, 0.15, 0.15, 0.95])
+    outcome = torch.tensor([False, True, False, True])
+    # bins: 0.05 against 0, 0.15 against 0.5 (two), 0.95 against 1
+    assert expected_error(p, outcome) == pytest.approx((0.05 + 2 * 0.35 + 0.05) / 4)
+    assert expected_error(torch.ones(3), torch.ones(3, dtype=torch.bool)) == 0
+
+
+@pytest.mark.parametrize("true", [(0.5, 0.5, 0.5), (2.0, 1.0, 4.0)])
+def test_temperatures_are_found_slot_by_slot(true):
+    """Outcomes drawn with known temperatures; the prefix's product is what is calibrated (paper 3.2)."""
+    g = torch.Generator().manual_seed(1)
+    logits = 1.5 + 2 * torch.randn(20_000, 3, generator=g)
+    chance = (logits / torch.tensor(true)).sigmoid()
+    accepted = (torch.rand(chance.shape, generator=g) < chance).long().cumprod(1).sum(1)
+    report = fit(logits, accepted)
+    assert report.temperatures == pytest.approx(true, rel=0.25)
+    assert all(b > 2 * a for a, b, t in zip(report.after, report.before, true, strict=True) if t != 1)
+    assert max(report.after) < 0.02
+    assert report.survived == tuple(sorted(report.survived, reverse=True))
+    assert fit(logits, accepted).temperatures == report.temperatures
+    for wrong in ((logits[:0], accepted[:0]), (logits, accepted[:5]), (logits[0], accepted)):
+        with pytest.raises(InvalidInput, match="accepted drafts"):
+            fit(*wrong)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
