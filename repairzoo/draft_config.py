@@ -264,7 +264,7 @@ class Reader:
         value = self.get(key, nested=nested, required=absent is None)
         if value is None and absent is not None:
             return absent
-        return _positive(key, value)
+        return positive(key, value)
 
     def items(self) -> list[tuple[str, str, Any]]:
         """Every setting as (where, key, value), nested ones last."""
@@ -314,7 +314,8 @@ class Reader:
             warnings.warn(f"config keys that are kept but have no effect: {', '.join(unknown)}", stacklevel=4)
 
 
-def _positive(key: str, value: Any) -> float:
+def positive(key: str, value: Any) -> float:
+    """``value`` of ``key`` as a positive finite number, or :class:`InvalidArtifact`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise InvalidArtifact(f"key {key!r} must be a positive finite number, not {value!r}")
     return float(value)
@@ -451,7 +452,7 @@ def _rope(reader: Reader) -> dict[str, Any]:
             merged[name] = setting
     if merged.get("rope_theta") is None:
         reader.get("rope_theta")  # raises
-    merged["rope_theta"] = _positive("rope_theta", merged["rope_theta"])
+    merged["rope_theta"] = positive("rope_theta", merged["rope_theta"])
     kind = merged.get("rope_type")
     if kind is None:
         if set(merged) - {"rope_theta"} - _ROPE_NOISE:
@@ -484,7 +485,7 @@ def _rope(reader: Reader) -> dict[str, Any]:
             f"key {extra[0]!r} is unknown to rope_type {kind!r}; remove it or state the type it belongs to"
         )
     for name in needed:
-        _positive(name, merged[name])
+        positive(name, merged[name])
     return {**merged, "rope_type": kind}
 
 

@@ -23,7 +23,7 @@ import repairzoo
 from repairzoo import decode
 from repairzoo.artifact import tensors_hash
 from repairzoo.backbones.dspark import DSpark, DSparkConfig, new_config
-from repairzoo.backbones.dspark.calibrate import expected_error, fit
+from repairzoo.backbones.dspark.calibrate import expected_error, fit, observe
 from repairzoo.backbones.dspark.train import DSparkObjective
 from repairzoo.block import DraftBlock, make_pool
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
@@ -528,6 +528,28 @@ def test_temperatures_are_found_slot_by_slot(true):
     for wrong in ((logits[:0], accepted[:0]), (logits, accepted[:5]), (logits[0], accepted)):
         with pytest.raises(InvalidInput, match="accepted drafts"):
             fit(*wrong)
+
+
+def test_observed_rounds_are_those_of_the_run_and_the_fit_is_kept(tmp_path):
+    folder = "trained_gated_b7"
+    backbone = DSpark.load(GOLDEN / "dspark" / folder / "draft")
+    zoo = repairzoo.build(backbone, target=target(folder))
+    rows = [case_of(folder, name)["prompt"] for name in ("len7", "len23b")]
+    logits, accepted = observe(zoo, rows, max_new_tokens=20, eos_token_id=[])
+    out = zoo.generate(rows, max_new_tokens=20, eos_token_id=[])
+    assert len(logits) == len(accepted) == sum(map(len, out.stats.accepted))
+    assert int(accepted.sum()) == sum(out.stats.agreed)
+    report = fit(logits, accepted)
+    assert all(a <= b for a, b in zip(report.after, report.before, strict=True))
+    backbone.calibrate(report.temperatures)
+    backbone.save(tmp_path)
+    again = DSpark.load(tmp_path).bind(*tables(folder))
+    assert torch.equal(again.confidence_temperatures, backbone.confidence_temperatures)
+    again.calibrate(None)
+    again.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == published(folder)
+    for wrong in ([1.0], [0.0] * 7, "many"):
+        refuses(published() | {"confidence_temperatures": wrong}, "confidence_temperatures")
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from repairzoo.draft_layers import wide
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.linear import Linear
 
-from .config import DSparkConfig
+from .config import CALIBRATION, DSparkConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,18 +136,21 @@ class DSpark(BlockBackbone):
         self._threshold = float(value)
 
     def calibrate(self, temperatures: Sequence[float] | None) -> None:
-        """Divide the confidence logit of slot ``i`` by ``temperatures[i]`` from now on; None divides by nothing.
+        """Divide the confidence logit of slot ``i`` by ``temperatures[i]``; None divides by nothing. ``save`` keeps it.
 
         Raises:
             InvalidInput: not one positive number a slot.
         """
         if temperatures is None:
-            self.confidence_temperatures = None
+            self.confidence_temperatures = self.config.confidence_temperatures = None
+            self.config.published.pop(CALIBRATION, None)
             return
         values = torch.tensor([float(t) for t in temperatures], device=self.device)
         if len(values) != self.slots or not bool(((values > 0) & values.isfinite()).all()):
             raise InvalidInput(f"temperatures={list(temperatures)!r}: give {self.slots} positive numbers, one a slot")
         self.confidence_temperatures = values
+        self.config.confidence_temperatures = tuple(float(t) for t in temperatures)
+        self.config.published[CALIBRATION] = [float(t) for t in temperatures]
 
     def corrector(self) -> DSparkCorrector | None:
         return None if self.markov_head is None and self.confidence_head is None else DSparkCorrector(self)
@@ -229,6 +232,8 @@ class DSpark(BlockBackbone):
         self._shared.clear()
         super().bind(embedding, output_weight, num_layers=num_layers, output=output)
         self._drafting = None
+        if self.config.confidence_temperatures is not None:
+            self.calibrate(self.config.confidence_temperatures)
         theirs = {EMBEDDING: self._bound.embedding, OUTPUT: self._bound.output_weight}
         different = [name for name, own in self._own.items() if not _same(own, theirs[name])]
         if different and not self.own_tables:

@@ -7,12 +7,16 @@ slot by slot on that product, those of earlier slots fixed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from repairzoo import decode
 from repairzoo.errors import InvalidInput
+from repairzoo.generation import make_request
+from repairzoo.inputs import prompt_ids
 
 GRID = tuple(round(0.25 * 1.06**i, 4) for i in range(61))  # 0.25 to 8.2
 
@@ -74,3 +78,30 @@ def fit(logits: Tensor, accepted: Tensor, *, bins: int = 10, grid: Sequence[floa
         after.append(errors[best])
     survived = outcome.double().mean(0).tolist()
     return Calibration(tuple(temperatures), tuple(before), tuple(after), tuple(survived))
+
+
+@torch.no_grad()
+def observe(zoo: Any, inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Confidence logits ``[N, S]`` and accepted drafts ``[N]`` of every round of a run without cuts, for :func:`fit`.
+
+    Args:
+        zoo: built with a DSpark. inputs, options: as for its ``generate``.
+
+    Raises:
+        InvalidInput: the backbone has no confidence head, or see ``generate``.
+    """
+    backbone, target = zoo.backbone, zoo.target
+    request = make_request(target, prompt_ids(target, inputs, None, None), **options)
+    engine = replace(zoo.engine(request), confidence=0.0, nodes=None)
+    state = decode.start(engine, request.prompts, request.budgets(target), request.seeds)
+    logits, accepted = [], []
+    while not bool(state.done.all()):
+        open_rows, position = ~state.done, state.length - 1
+        anchor = state.ids.gather(1, position[:, None])[:, 0]
+        block = backbone.draft(state.context, anchor, position)
+        tree, _, _ = decode.propose(engine, block, state.seed)  # the round will propose the same
+        logits.append(backbone.confidence_logits(block.hidden, tree.tokens[:, :-1])[open_rows])
+        accepted.append(decode.round(engine, state, state.ids.shape[1]).accepted[open_rows])
+    if not logits:
+        raise InvalidInput("no round was run: give prompts with longer answers")
+    return torch.cat(logits), torch.cat(accepted)

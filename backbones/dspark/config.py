@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from repairzoo.draft_config import NEST, DraftConfig, Reader, read_common
+from repairzoo.draft_config import NEST, DraftConfig, Reader, positive, read_common
 from repairzoo.errors import InvalidArtifact
 
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")  # DeepSpec's, SpecForge's
 TYPES = ("vanilla", "gated", "rnn")
 HEADS = ("enable_confidence_head", "confidence_head_with_markov")
+CALIBRATION = "confidence_temperatures"
 TRAINING = ("num_anchors", "confidence_head_alpha", "attention_mode")  # they change nothing that is drafted
 MEANING = {
     "markov_rank": "rank of the Markov head; 0 is no such head",
@@ -29,12 +30,14 @@ class DSparkConfig(DraftConfig):
     Attributes:
         markov_rank: 0 for no Markov head. markov_head_type: ``"vanilla"``, ``"gated"``, ``"rnn"``, or None at rank 0.
         confidence: whether there is a confidence head. confidence_with_markov: whether it reads the token before.
+        confidence_temperatures: this project's own key: a divisor of each slot's confidence logit, or None.
     """
 
     markov_rank: int
     markov_head_type: str | None
     confidence: bool
     confidence_with_markov: bool
+    confidence_temperatures: tuple[float, ...] | None
 
     @classmethod
     def from_dict(cls, published: Mapping[str, Any], where: str = "config.json") -> DSparkConfig:
@@ -67,6 +70,14 @@ class DSparkConfig(DraftConfig):
                     )
             if with_markov and not rank:
                 raise InvalidArtifact("key 'confidence_head_with_markov' is true but 'markov_rank' is 0")
+            temperatures = reader.get(CALIBRATION, required=False)
+            if temperatures is not None:
+                if not confidence or not isinstance(temperatures, list) or len(temperatures) != common["block_size"]:
+                    raise InvalidArtifact(
+                        f"key {CALIBRATION!r} must be a list of block_size = {common['block_size']} numbers, in a "
+                        f"draft with a confidence head; it is {temperatures!r}"
+                    )
+                temperatures = tuple(positive(CALIBRATION, value) for value in temperatures)
             if projector is None and common["published"].get("model_type") == "qwen3":
                 reader.integer("num_anchors")
             reader.read |= set(TRAINING)
@@ -77,6 +88,7 @@ class DSparkConfig(DraftConfig):
                 markov_head_type=kind if rank else None,
                 confidence=confidence,
                 confidence_with_markov=with_markov,
+                confidence_temperatures=temperatures,
             )
         except InvalidArtifact as error:
             raise InvalidArtifact(f"{where}: {error}") from error
@@ -112,5 +124,6 @@ def new_config(
     if "block_size" in inner:
         inner["block_size"] = rows
     published = {key: value for key, value in published.items() if key == "block_size" or key not in inner}
+    published.pop(CALIBRATION, None)  # of another head
     changes = {"architectures": ["DSparkDraftModel"], "block_size": rows, NEST: inner}
     return DSparkConfig.from_dict(published | changes, "new config")
