@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from repairzoo.decode import Engine
+from repairzoo.decode import Engine, refuse_beside_expander, split_heads
 from repairzoo.errors import IncompatibleArtifact, InvalidInput, UnsupportedTarget
 from repairzoo.generation import (
     Request,
@@ -27,11 +27,15 @@ from repairzoo.results import Generation
 from repairzoo.target import Target
 
 
+_BACKBONE = ("slots", "tapped_layers", "new_cache", "extend", "draft")  # what the loop calls
+
+
 class Zoo:
     """A target with a backbone and heads. ``last`` is the result of the latest run.
 
     Attributes:
         target: the verifier. backbone: the drafter. heads: repair heads in the order they apply.
+        expander: the last of them if it makes a tree of the chain (CURE), or None.
         nodes: budget of a best-first tree, or None for a chain.
         proposal: ``"argmax"`` (deterministic, target-first) or ``"sampled"`` (p/q rule above temperature 0).
     """
@@ -41,6 +45,10 @@ class Zoo:
     ) -> None:
         if proposal not in ("argmax", "sampled"):
             raise InvalidInput(f"proposal={proposal!r}: give 'argmax' or 'sampled'")
+        _, self.expander = split_heads(heads)
+        if self.expander is not None:
+            refuse_beside_expander(nodes, proposal == "sampled")
+            self.expander.budget(backbone.slots)  # refuses here what would not fit
         self.target, self.backbone, self.heads = target, backbone, heads
         self.nodes, self.proposal = nodes, proposal
         self.last: Generation | None = None
@@ -108,7 +116,7 @@ class Zoo:
             pool=_pool_size(self.heads),
             processor=hugging_face_processor(request) if request.processors else None,
             confidence=confidence,
-            trim=confidence > 0 and self.target.device.type == "cpu",
+            trim=(confidence > 0 or self.expander is not None) and self.target.device.type == "cpu",
         )
 
     def _request(self, inputs: Any, mask: Tensor | None, chat: bool | None, options: dict[str, Any]) -> Request:
@@ -132,21 +140,31 @@ def autoregressive(
     return finish(autoregress(target, request))
 
 
-def as_target(target: Any, device: Any = None, dtype: torch.dtype | None = None) -> Target:
-    """A ``Target`` from None (the default), a Hub id, a folder, ``(model, tokenizer)``, a model, or a ``Target``."""
-    from repairzoo.load_target import load_target
+def as_target(target: Any, device: Any = None, dtype: torch.dtype | str | None = None) -> Target:
+    """A ``Target`` from None (the default), a Hub id, a folder, ``(model, tokenizer)``, a model, or a ``Target``.
 
-    if isinstance(target, Target):
-        return target
-    if isinstance(target, tuple) and len(target) == 2:
-        return Target(target[0], target[1], name=getattr(target[0], "name_or_path", None) or "custom")
+    Raises:
+        UnsupportedTarget: none of these. InvalidInput: a device or dtype that a loaded model does not have.
+    """
+    from repairzoo.load_target import load_target, parse_device, parse_dtype
+
     if target is None or isinstance(target, (str, Path)):
         return load_target(target, device=device, dtype=dtype)
-    if isinstance(target, torch.nn.Module):
-        return Target(target, None, name=getattr(target, "name_or_path", None) or "custom")
-    raise UnsupportedTarget(
-        f"cannot use {type(target).__name__} as a target: give None, a Hub id, a folder, (model, tokenizer) or a Target"
-    )
+    model, tokenizer = target if isinstance(target, tuple) and len(target) == 2 else (target, None)
+    if isinstance(target, Target):
+        loaded = target
+    elif isinstance(model, torch.nn.Module):
+        loaded = Target(model, tokenizer, name=getattr(model, "name_or_path", None) or "custom")
+    else:
+        what = type(model).__name__
+        raise UnsupportedTarget(
+            f"cannot use {what} as a target: give None, a Hub id, a folder, a model, (model, tokenizer) or a Target"
+        )
+    if dtype is not None and parse_dtype(dtype) != loaded.dtype:
+        raise InvalidInput(f"dtype={dtype!r}: the target is loaded in {loaded.dtype} already; load it in the other one")
+    if device is not None and torch.empty(0, device=parse_device(device)).device != loaded.device:
+        raise InvalidInput(f"device={str(device)!r}: the target is on {loaded.device} already; move it first")
+    return loaded
 
 
 def build(
@@ -155,7 +173,7 @@ def build(
     target: Any = None,
     *,
     device: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     tree: int | str | None = None,
     tune: Any = None,
     proposal: str = "argmax",
@@ -165,7 +183,8 @@ def build(
 
     Args:
         backbone: a registry name, a folder in a published format, or a module with the backbone protocol.
-        head: a registry name, names joined by ``+``, a folder, a module, or None / ``"none"``.
+        head: a registry name, names joined by ``+``, a folder, a module, or None / ``"none"``; several in a list.
+            An expander (CURE) comes last, and without ``tree`` or ``proposal="sampled"``.
         target: None (the default target), a Hub id, a folder, ``(model, tokenizer)``, or a ``Target``.
         device, dtype: of the target; None chooses (bfloat16 where the processor multiplies it natively).
         tree: None for a chain; a number of nodes for a best-first tree, or ``"best-first"`` for as many as the chain
@@ -185,6 +204,12 @@ def build(
         raise InvalidInput(f"tune={tune!r}: give None or 'auto'")
     verifier = as_target(target, device, dtype)
     drafter = bound_backbone(backbone, verifier)
+    lacking = [name for name in _BACKBONE if not hasattr(drafter, name)]
+    if lacking:
+        raise InvalidInput(
+            f"backbone={backbone!r} lacks {', '.join(lacking)}: give a registry name, a folder, or an object with the "
+            "members that docs/protocols.md lists"
+        )
     top = max(drafter.tapped_layers, default=0)
     if top >= verifier.num_layers:
         raise IncompatibleArtifact(
@@ -193,6 +218,8 @@ def build(
     if draft_int8 is None:
         draft_int8 = drafter is not backbone and proposal == "argmax" and int8_available(verifier.device)
     if draft_int8:
+        if not hasattr(drafter, "use_int8"):
+            raise InvalidInput(f"draft_int8=True: {type(drafter).__name__} has no use_int8; use None or False")
         if not int8_available(verifier.device):
             raise InvalidInput(f"draft_int8=True: there are no 8-bit products on {verifier.device}; use None or False")
         drafter.use_int8()

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from repairzoo.block import Corrector, DraftBlock, make_pool
+from repairzoo.block import Corrector, DraftBlock, Pool, make_pool
 from repairzoo.errors import InvalidInput
 from repairzoo.sampling import Law, Stream, draw, uniform
 from repairzoo.target import KVCache, Target
 from repairzoo.tree import TokenTree, ancestor_mask, chain
 from repairzoo.verify import Acceptance, ratio, target_first
-from repairzoo.walk import best_first, walk
+from repairzoo.walk import Stack, best_first, walk
 
 Mark = Callable[[str], None]
 Processor = Callable[[Tensor, "State", TokenTree], Tensor]
@@ -42,13 +42,58 @@ class Backbone(Protocol):
     ) -> DraftBlock: ...
 
 
+@runtime_checkable
+class Expander(Protocol):
+    """The last head of a stack may extend the walked chain to a tree instead of correcting scores."""
+
+    def budget(self, slots: int) -> int:
+        """Most draft nodes of its trees, anchor excluded; raises ``InvalidInput`` when ``slots`` do not fit."""
+        ...
+
+    def expand(
+        self,
+        block: DraftBlock,
+        stack: Stack,
+        pool: Pool | None,
+        tokens: Tensor,
+        scores: Sequence[Tensor],
+        *,
+        keep: Tensor | None = None,
+        peek: bool = False,
+    ) -> TokenTree:
+        """A tree that holds the chain ``tokens [B, S]`` as its first nodes (cut by ``keep [B, S]``); valid nodes
+        come before padding.
+
+        Args:
+            stack: the correctors, prepared, after the walk; ``stack.trail[i]`` are their carries after slot i.
+            scores: what the tokens were chosen from, S tensors ``[B, K]`` (or ``[B, V]`` without a pool).
+            peek: values may be read on the host to save work. Otherwise: static shapes, no branch on data.
+        """
+        ...
+
+
+def split_heads(heads: Sequence[Any]) -> tuple[tuple[Corrector, ...], Expander | None]:
+    """The correctors of a stack, and its expander or None.
+
+    Raises:
+        InvalidInput: an expander that is not the last, or two of them.
+    """
+    found = [isinstance(head, Expander) for head in heads]
+    names = "+".join(str(getattr(head, "kind", type(head).__name__)) for head in heads)
+    if sum(found) > 1:
+        raise InvalidInput(f"head {names}: two expanders; each makes the tree that is verified, so keep one")
+    if any(found[:-1]):
+        raise InvalidInput(f"head {names}: an expander forks what the other heads have chosen, so it comes last")
+    return (tuple(heads[:-1]), heads[-1]) if any(found) else (tuple(heads), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Everything about a run that is fixed before its first round.
 
     Attributes:
         target, backbone: as loaded; ``heads``: repair heads in the order they apply (after the backbone's own
-            corrector).
+            corrector); the last may be an expander.
         law: the processed target law.
         eos: ``[E]`` int64, ids that end a row (may be empty).
         nodes: budget of a best-first tree, or None for a chain.
@@ -63,7 +108,7 @@ class Engine:
 
     target: Target
     backbone: Backbone
-    heads: tuple[Corrector, ...]
+    heads: tuple[Corrector | Expander, ...]
     law: Law
     eos: Tensor
     nodes: int | None = None
@@ -80,16 +125,32 @@ class Engine:
             raise InvalidInput("proposal='sampled' needs a temperature above 0")
         if self.sampled and self.nodes is not None:
             raise InvalidInput("a tree is proposed deterministically: use proposal='argmax' with tree=...")
+        if self.expander is not None:
+            refuse_beside_expander(self.nodes, self.sampled)
+
+    @property
+    def expander(self) -> Expander | None:
+        return split_heads(self.heads)[1]
 
     @property
     def budget(self) -> int:
         """Draft nodes a round, anchor excluded."""
+        if self.expander is not None:
+            return self.expander.budget(self.backbone.slots)
         return self.backbone.slots if self.nodes is None else self.nodes
 
     @property
     def slack(self) -> int:
         """Cache entries that a round may write past the last committed token."""
         return max(self.budget, self.backbone.slots) + 2
+
+
+def refuse_beside_expander(nodes: int | None, sampled: bool) -> None:
+    """Raise ``InvalidInput`` for what has no meaning with an expander."""
+    if nodes is not None:
+        raise InvalidInput("an expander makes the tree itself: use it without tree=... (its own option is nodes=...)")
+    if sampled:
+        raise InvalidInput("an expander proposes a tree, deterministically: use proposal='argmax' with it")
 
 
 @dataclass(slots=True)
@@ -122,7 +183,11 @@ class RoundOutput:
         count: ``[B]`` int64, committed tokens after end-of-text and budget; 0 for rows that were done.
         accepted: ``[B]`` int64, draft tokens that the target agreed with, before truncation.
         drafted: ``[B]`` int64, draft nodes that were verified.
-        repaired: ``[B, D]`` bool, chain slots where the heads chose another token than the backbone had (chains only).
+        repaired: ``[B, M-1]`` bool, draft nodes of a chain (branch 0 of an expander's tree) where the heads chose
+            another token than the backbone had.
+        branches: ``[B, M-1]`` bool, draft nodes where an expander leaves its branch 0.
+        added: ``[B]`` int64, draft nodes that are not on branch 0.
+        path: ``[B, D]`` int64, the accepted nodes, numbered from 1; after the last, that one repeats.
         stopped: ``[B]`` bool, an end-of-text token was committed.
     """
 
@@ -131,6 +196,9 @@ class RoundOutput:
     accepted: Tensor
     drafted: Tensor
     repaired: Tensor
+    branches: Tensor
+    added: Tensor
+    path: Tensor
     stopped: Tensor
 
 
@@ -160,30 +228,34 @@ def propose(engine: Engine, block: DraftBlock, seed: Tensor) -> tuple[TokenTree,
     """What the target will verify.
 
     Returns:
-        the tree, the law ``q [B, S, V]`` that a sampled chain was drawn from (else None), and ``repaired [B, D]``.
+        the tree, the law ``q [B, S, V]`` that a sampled chain was drawn from (else None), and ``repaired [B, M-1]``.
     """
     native = [block.native] if block.native is not None else []
     pool = make_pool(block.logits, engine.pool) if engine.pool is not None else None
+    heads, expander = split_heads(engine.heads)
     if engine.nodes is not None:
-        tree = best_first(block, [*native, *engine.heads], pool, engine.nodes)
+        tree = best_first(block, [*native, *heads], pool, engine.nodes)
         return tree, None, torch.zeros_like(tree.valid[:, 1:])
     u = None
     if engine.sampled:
         slots = torch.arange(block.slots, device=seed.device)
         u = uniform(seed, block.anchor_positions[:, None] + 1 + slots, Stream.DRAFT)  # [B, S]
     before = _Native()
-    stack: list[Corrector] = [*native, before, *engine.heads] if engine.heads else list(native)
+    stack = Stack(block, [*native, before, *heads] if heads else native, pool)
     tokens, q, seen = walk(block, stack, pool, law=engine.law if engine.sampled else None, u=u)
     repaired = torch.zeros_like(tokens, dtype=torch.bool)
-    if engine.heads:
+    if heads:
         repaired = torch.stack(before.choices, 1) != seen["rank"]
     keep = None
     if engine.confidence:
         # slot k is judged by its hidden row and the token before it, never by its own: cutting leaves the law exact
         previous = torch.cat([block.anchor_ids[:, None], tokens[:, :-1]], 1)
         keep = confidences(block, previous) >= engine.confidence
-    tree = chain(block.anchor_ids, tokens, keep)
-    return tree, q, repaired & tree.valid[:, 1:]
+        repaired = repaired & keep.long().cumprod(1).bool()
+    if expander is None:
+        return chain(block.anchor_ids, tokens, keep), q, repaired
+    tree = expander.expand(block, stack, pool, tokens, seen["scores"], keep=keep, peek=engine.trim)
+    return tree, None, torch.nn.functional.pad(repaired, (0, tree.size - 1 - block.slots))
 
 
 def confidences(block: DraftBlock, previous: Tensor) -> Tensor:
@@ -199,15 +271,24 @@ def confidences(block: DraftBlock, previous: Tensor) -> Tensor:
 
 
 def shorten(tree: TokenTree, q: Tensor | None, repaired: Tensor) -> tuple[TokenTree, Tensor | None, Tensor]:
-    """The chain without the slots that no row proposes.
+    """The tree without the nodes that no row proposes; valid nodes come first.
 
     A captured round keeps its shape; on a processor every row that is not verified is time saved, for one host read.
     """
     longest = int(tree.valid[:, 1:].sum(1).max())
     size = 1 + (longest if q is None else max(longest, 1))  # the ratio rule needs a slot
     tokens, parents, depths, valid = (x[:, :size] for x in (tree.tokens, tree.parents, tree.depths, tree.valid))
-    cut = TokenTree(tokens, parents, depths, valid, size - 1)
+    cut = TokenTree(tokens, parents, depths, valid, min(tree.height, size - 1))
     return cut, None if q is None else q[:, : size - 1], repaired[:, : size - 1]
+
+
+def branches_of(tree: TokenTree) -> tuple[Tensor, Tensor]:
+    """Where an expander's tree leaves its branch 0, ``[B, M-1]`` bool, and the nodes beside that branch, ``[B]``."""
+    same = tree.parents[:, :, None] == tree.parents[:, None, :]  # [B, M, M]
+    leaves = same.tril(-1).any(2) & tree.valid  # it has an elder sibling
+    index = torch.arange(tree.size, device=tree.parents.device)
+    beside = tree.valid & (tree.depths != index)  # branch 0 is nodes 1, 2, ... in a row
+    return leaves[:, 1:], beside.sum(1)
 
 
 def verify_mask(tree: TokenTree, anchor: Tensor, bound: int) -> Tensor:
@@ -269,7 +350,7 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
     emitted = torch.where(order == accepted.count[:, None], accepted.bonus[:, None], shifted)
     count, stopped = _truncate(emitted, accepted.count + 1, state, engine.eos)
 
-    if engine.nodes is not None:
+    if engine.nodes is not None or engine.expander is not None:
         state.kv.compact(entries.gather(1, accepted.path), position[:, None] + order)
     if features is not None:  # a backbone may tap nothing
         rows = accepted.path[..., None].expand(-1, -1, features.shape[-1])
@@ -278,7 +359,11 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
     state.length += count
     state.done |= stopped | (state.length >= state.limit)
     mark("commit")
-    return RoundOutput(emitted, count, accepted.count, tree.valid[:, 1:].sum(1), repaired, stopped)
+    branches, added = torch.zeros_like(repaired), torch.zeros_like(count)
+    if engine.expander is not None:
+        branches, added = branches_of(tree)
+    drafted, path = tree.valid[:, 1:].sum(1), accepted.path[:, 1:]
+    return RoundOutput(emitted, count, accepted.count, drafted, repaired, branches, added, path, stopped)
 
 
 def _accept(

@@ -107,17 +107,9 @@ def make_request(
         raise InvalidInput(f"stop={stop!r}: give non-empty strings")
     if stops and target.tokenizer is None:
         raise InvalidInput(f"target {target.name!r} has no tokenizer: stop strings need one; use eos_token_id")
-    if eos_token_id is None:
-        eos = target.eos_token_ids
-    else:
-        try:
-            eos = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(e) for e in eos_token_id)
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"eos_token_id={eos_token_id!r}: give a token id or a list of them") from error
-        bad = [e for e in eos if not 0 <= e < target.vocab_size]
-        if bad:
-            raise InvalidInput(f"eos_token_id={bad[0]} is outside the vocabulary of {target.vocab_size}")
-    processors = tuple(logits_processor or ())
+    eos = target.eos_token_ids if eos_token_id is None else _eos(eos_token_id, target.vocab_size)
+    processors = _callables("logits_processor", logits_processor)
+    criteria = _callables("stopping_criteria", stopping_criteria)
     for processor in processors:
         if type(processor).__name__ in _STATEFUL:
             raise InvalidInput(
@@ -136,8 +128,26 @@ def make_request(
         eos=eos,
         stop=stops,
         processors=processors,
-        criteria=tuple(stopping_criteria or ()),
+        criteria=criteria,
     )
+
+
+def _eos(given: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = given.tolist() if isinstance(given, Tensor) else given
+    ids = (ids,) if isinstance(ids, int) else ids
+    if not isinstance(ids, (list, tuple)) or any(isinstance(e, bool) or not isinstance(e, int) for e in ids):
+        raise InvalidInput(f"eos_token_id={given!r}: give a token id or a list of them")
+    if bad := [e for e in ids if not 0 <= e < vocab_size]:
+        raise InvalidInput(f"eos_token_id={bad[0]} is outside the vocabulary of {vocab_size}")
+    return tuple(ids)
+
+
+def _callables(name: str, given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, (list, tuple)) or not all(callable(x) or isinstance(x, PerRow) for x in given):
+        raise InvalidInput(f"{name}={given!r}: give a list of them, each called as f(input_ids, scores)")
+    return tuple(given)
 
 
 def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
@@ -251,6 +261,9 @@ class Row:
     agreed: int = 0
     repaired: int = 0
     repairs_accepted: int = 0
+    branches: int = 0
+    branches_accepted: int = 0
+    branch_nodes: int = 0
     reason: str | None = None
     track: TextTrack | None = None
 
@@ -316,19 +329,25 @@ class Session:
     def commit_round(self, out: RoundOutput, budgets: Sequence[int]) -> None:
         """Read a round's result in one transfer and commit it."""
         width = out.emitted.shape[1]
-        columns = [out.count, out.accepted, out.drafted]
-        packed = torch.cat([torch.stack(columns, 1), out.emitted, out.repaired.long()], 1).tolist()
-        for index, (count, accepted, drafted, *rest) in enumerate(packed):
+        nodes = out.repaired.shape[1]
+        columns = [out.count, out.accepted, out.drafted, out.added]
+        flags = [out.repaired.long(), out.branches.long(), out.path]
+        packed = torch.cat([torch.stack(columns, 1), out.emitted, *flags], 1).tolist()
+        for index, (count, accepted, drafted, added, *rest) in enumerate(packed):
             row = self.rows[index]
             if row.reason is not None:
                 continue
             used = self.feed(index, rest[:count], budgets[index])
-            repaired = rest[width:]
+            repaired, branches = rest[width:][:nodes], rest[width + nodes :][:nodes]
+            path = rest[width + 2 * nodes :][: min(used, accepted)]  # committed draft nodes, from 1
             row.accepted.append(used)
             row.drafted += drafted
             row.agreed += accepted
             row.repaired += sum(repaired)
-            row.repairs_accepted += sum(repaired[: min(used, accepted)])
+            row.repairs_accepted += sum(repaired[node - 1] for node in path)
+            row.branches += sum(branches)
+            row.branches_accepted += sum(branches[node - 1] for node in path)
+            row.branch_nodes += added
 
     def result(self) -> Generation:
         rows = self.rows
@@ -339,6 +358,9 @@ class Session:
             agreed=[r.agreed for r in rows],
             repaired=[r.repaired for r in rows],
             repairs_accepted=[r.repairs_accepted for r in rows],
+            branches=[r.branches for r in rows],
+            branches_accepted=[r.branches_accepted for r in rows],
+            branch_nodes=[r.branch_nodes for r in rows],
             seconds=self.clock.seconds,
         )
         return Generation([r.tokens for r in rows], text, [r.reason or "length" for r in rows], stats)
@@ -445,6 +467,8 @@ def pieces(runs: Iterator[Session]) -> Iterator[tuple[str, Session]]:
 @torch.no_grad()
 def streamed(runs: Iterator[Any], request: Request, streamer: Any, prompt: bool = True) -> Generation:
     """Run a single row to the end, its tokens put to a ``transformers`` streamer; ``prompt``: the prompt's, too."""
+    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+        raise InvalidInput(f"streamer={streamer!r}: give an object with put and end, such as transformers' TextStreamer")
     if len(request.prompts) != 1:
         raise InvalidInput(f"a streamer takes one prompt, not {len(request.prompts)}")
     if prompt:

@@ -46,11 +46,15 @@ def load_head(source: str | Path, *, backbone: str = "dflash", target: str = "sm
     """A head, not yet bound to a target.
 
     Args:
-        source: a registry name (with its weights for ``backbone`` and ``target``) or the folder of an artifact.
+        source: a registry name (with its weights for ``backbone`` and ``target``, where there is something to train) or
+            the folder of an artifact.
 
     Raises:
         UnknownName, InvalidArtifact, IncompatibleArtifact.
     """
+    known = registry().entries["head"].get(str(source))
+    if known is not None and known.weightless:
+        return _class(known)()
     folder = _head_folder(source, backbone, target)
     return _class(registry().get("head", read_config(folder)["kind"])).load(folder)
 
@@ -87,7 +91,9 @@ def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
             registry().get("head", name)
         kind = getattr(backbone, "kind", "custom")
         for name in names:
-            if name != "none":
+            if registry().get("head", name).weightless:
+                yield _class(registry().get("head", name))()
+            elif name != "none":
                 yield _bind_head(_head_folder(name, kind, target_name(target)), target)
     else:
         if hasattr(head, "bind"):

@@ -27,7 +27,7 @@ HUB_PREFIX = "hf:"
 _ENTRY_KEYS = {
     "target": ({"title", "summary", "hub", "licence"}, {"package", "default"}),
     "backbone": ({"title", "summary", "class"}, {"paper"}),
-    "head": ({"title", "summary"}, {"class", "paper"}),
+    "head": ({"title", "summary"}, {"class", "paper", "weightless"}),
 }
 _PAIR_KEYS = ({"backbone", "head", "target", "weights", "licence"}, {"trained", "parameters", "figures"})
 
@@ -66,6 +66,11 @@ class Entry:
                 f"the {self.kind} {self.name!r} of {self.source} cannot be imported from {self.location!r}: {error}"
             ) from error
 
+    @property
+    def weightless(self) -> bool:
+        """Nothing is trained: its class is called without arguments, and any backbone and target will do."""
+        return self.fields.get("weightless", False)
+
     def folder(self) -> Path:
         """The folder of the method's package, found without importing the method."""
         module = (self.location or "").partition(":")[0]
@@ -83,7 +88,7 @@ class Pair:
     """A backbone and a head with weights for one target.
 
     Attributes:
-        weights: for ``"backbone"`` and, unless the head is ``none``, ``"head"``: the name of a folder inside the
+        weights: for ``"backbone"`` and, unless the head is ``none`` or weightless, ``"head"``: the name of a folder inside the
             method's own, or ``hf:owner/name@revision``.
         trained: ``"frozen"``, ``"joint"`` or None without a head.
         parameters: number of parameters of each.
@@ -217,6 +222,8 @@ def read_registry(path: str | Path) -> Registry:
             raise InvalidArtifact(f"{path}: key '{kind}s' must map names to entries")
         for name, value in section.items():
             _keys(path, f"{kind} {name!r}", value, *_ENTRY_KEYS[kind])
+            if not isinstance(value.get("weightless", False), bool) or (value.get("weightless") and "class" not in value):
+                raise InvalidArtifact(f"{path}: key 'weightless' of {kind} {name!r} must be true or false, with a class")
             fields = {key: item for key, item in value.items() if key != "class"}
             _add(entries, Entry(kind, name, value.get("class"), path.name, fields))
     if sum(bool(entry.fields.get("default")) for entry in entries["target"].values()) != 1:
@@ -312,7 +319,8 @@ def _pair(path: Path, value: object, entries: Mapping[str, Mapping[str, Entry]])
     for kind in KINDS:
         if getattr(pair, kind) not in entries[kind]:
             raise InvalidArtifact(f"{where}: there is no {kind} {getattr(pair, kind)!r} in this file")
-    has_head = entries["head"][pair.head].location is not None
+    head = entries["head"][pair.head]
+    has_head = head.location is not None and not head.weightless
     needed = {"backbone", "head"} if has_head else {"backbone"}
     _keys(path, f"weights of {pair.names()}", pair.weights, needed, set())
     if has_head != (pair.trained in ("frozen", "joint")):

@@ -16,6 +16,8 @@ class Stats:
         drafted: draft tokens that the target verified. agreed: those it accepted, before truncation.
         repaired: chain slots where the heads chose another token than the backbone.
         repairs_accepted: repaired tokens that were committed.
+        branches: branches that an expander (CURE) proposed. branches_accepted: those whose first token was committed.
+        branch_nodes: draft nodes that were verified beside branch 0.
         seconds: wall time by stage (``prefill``, ``draft``, ``head``, ``verify``, ``accept``, ``commit``, ``host``).
     """
 
@@ -25,6 +27,9 @@ class Stats:
     repaired: list[int]
     repairs_accepted: list[int]
     seconds: dict[str, float] = field(default_factory=dict)
+    branches: list[int] = field(default_factory=list)
+    branches_accepted: list[int] = field(default_factory=list)
+    branch_nodes: list[int] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
@@ -54,6 +59,9 @@ class Stats:
             "agreed": self.agreed,
             "repaired": self.repaired,
             "repairs_accepted": self.repairs_accepted,
+            "branches": self.branches,
+            "branches_accepted": self.branches_accepted,
+            "branch_nodes": self.branch_nodes,
             "seconds": dict(self.seconds),
         }
 

@@ -16,7 +16,7 @@ from .tree import TokenTree, from_candidates
 
 def walk(
     block: DraftBlock,
-    correctors: Sequence[Corrector],
+    correctors: Sequence[Corrector] | Stack,
     pool: Pool | None,
     *,
     law: Law | None = None,
@@ -26,7 +26,8 @@ def walk(
 
     Args:
         block: ``B`` rows of ``S`` slots over ``V`` tokens.
-        correctors: applied in this order to the scores of every slot, which start as the base scores.
+        correctors: applied in this order to the scores of every slot, which start as the base scores; a ``Stack`` of
+            them when the walk is to be forked afterwards.
         pool: candidates to choose from, or None for the whole vocabulary.
         law: how scores become the sampling law q; None is temperature 1. Ignored without ``u``.
         u: ``[B, S]`` float64 uniform numbers of the draft's own stream; None chooses the best score, first of equals.
@@ -37,25 +38,27 @@ def walk(
         tensors ``[B, K]`` (or ``[B, V]``) that were chosen from.
     """
     law = law or Law(1.0)
-    base = _base_scores(block, pool)  # [B, S, K]
-    if not correctors:
+    base = base_scores(block, pool)  # [B, S, K]
+    stack = correctors if isinstance(correctors, Stack) else Stack(block, correctors, pool)
+    if not stack.correctors:
         if u is None:
             rank, q = base.argmax(-1), None
-            tokens = _token(pool, slice(None), rank)
+            tokens = token_of(pool, slice(None), rank)
         else:
             q = _dense(block, pool, slice(None), law.probs(base))
             tokens = draw(q, u)
             rank = _rank(pool, slice(None), tokens)
         return tokens, q, {"rank": rank, "scores": base.unbind(1)}
 
-    machine = _Stack(block, correctors, pool)
+    stack.restart()
     previous = block.anchor_ids[:, None]  # [B, 1]
     tokens, laws, ranks, seen = [], [], [], []
     for slot in range(block.slots):
-        scores = machine.step(slot, previous, base[:, slot : slot + 1])[:, 0]  # [B, K]
+        scores = stack.step(slot, previous, base[:, slot : slot + 1])[:, 0]  # [B, K]
+        stack.trail.append(stack.carries)
         if u is None:
             rank = scores.argmax(-1)
-            token = _token(pool, slot, rank)
+            token = token_of(pool, slot, rank)
         else:
             q = _dense(block, pool, slot, law.probs(scores))
             token = draw(q, u[:, slot])
@@ -98,10 +101,10 @@ def best_first(
     for name, value in (("nodes", nodes), ("width", width), ("branch", branch)):
         if value is not None and value < 1:
             raise InvalidInput(f"{name}={value}: a tree needs at least 1")
-    base = _base_scores(block, pool)  # [B, S, K]
+    base = base_scores(block, pool)  # [B, S, K]
     B, K = base.shape[0], base.shape[2]
     mass = base.logsumexp(-1).clamp_max(0) if pool is not None else None  # [B, S]
-    machine = _Stack(block, correctors, pool)
+    machine = Stack(block, correctors, pool)
     previous = block.anchor_ids[:, None]  # [B, W]
     so_far = torch.zeros_like(previous, dtype=base.dtype)
     tokens, parents, log_probs = [], [], []
@@ -116,13 +119,13 @@ def best_first(
             conditional = conditional + mass[:, slot, None, None]
         keep = min(nodes - slot, width or nodes)
         children = min(K, keep, branch or K)
-        value, rank = _best(conditional, children, stable=pool is not None)
+        value, rank = best_of(conditional, children, stable=pool is not None)
         value = (so_far[..., None] + value).flatten(1)  # [B, W * C]
         rank = rank.expand(B, W, children).flatten(1)
         so_far, place = value.sort(dim=1, descending=True, stable=True)
         so_far, place = so_far[:, :keep], place[:, :keep]  # [B, W']
         parent = place // children
-        previous = _token(pool, slot, rank.gather(1, place))
+        previous = token_of(pool, slot, rank.gather(1, place))
         if slot + 1 < height:
             machine.fork(parent)
         tokens.append(previous)
@@ -147,28 +150,44 @@ def fork(carry: Any, index: Tensor) -> Any:
     raise TypeError(f"a carry is a tensor, tuple, list, dict or None, not {type(carry).__name__}")
 
 
-class _Stack:
-    """The correctors of one block with what they prepared and carry."""
+class Stack:
+    """The correctors of one block, prepared once, with what they carry for the ``W`` prefixes being walked.
+
+    Attributes:
+        carries: one a corrector. trail: the carries of the latest ``walk`` after every slot, by which it can be forked
+            where it has already been; carries are never changed in place, so keeping them costs nothing.
+    """
 
     def __init__(self, block: DraftBlock, correctors: Sequence[Corrector], pool: Pool | None) -> None:
-        self.correctors = list(correctors)
+        self.block, self.correctors = block, list(correctors)
         self.prepared = [c.prepare(block, pool) for c in self.correctors]
-        self.carries = [c.start(block) for c in self.correctors]
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to before slot 0, with one prefix a row."""
+        self.carries = [c.start(self.block) for c in self.correctors]
+        self.trail: list[list[Any]] = []
 
     def step(self, slot: int, previous: Tensor, scores: Tensor) -> Tensor:
-        for i, corrector in enumerate(self.correctors):
-            scores, self.carries[i] = corrector.step(self.prepared[i], self.carries[i], slot, previous, scores)
+        """Scores ``[B, W, K]`` of one slot after ``previous [B, W]``; see ``Corrector.step``."""
+        carries = []
+        for corrector, prepared, carry in zip(self.correctors, self.prepared, self.carries, strict=True):
+            scores, carry = corrector.step(prepared, carry, slot, previous, scores)
+            carries.append(carry)
+        self.carries = carries
         return scores
 
     def fork(self, index: Tensor) -> None:
+        """Go on with the prefixes ``index [B, W']``."""
         self.carries = [fork(carry, index) for carry in self.carries]
 
 
-def _base_scores(block: DraftBlock, pool: Pool | None) -> Tensor:
+def base_scores(block: DraftBlock, pool: Pool | None) -> Tensor:
+    """``[B, S, K]`` (or ``[B, S, V]`` without a pool): what a walk starts from."""
     return at_least_float32(block.logits if pool is None else pool.log_probs)
 
 
-def _token(pool: Pool | None, slot: int | slice, rank: Tensor) -> Tensor:
+def token_of(pool: Pool | None, slot: int | slice, rank: Tensor) -> Tensor:
     """Token ids of ranks ``[B, ...]``; without a pool a rank is the id."""
     if pool is None:
         return rank
@@ -192,7 +211,7 @@ def _dense(block: DraftBlock, pool: Pool | None, slot: int | slice, probs: Tenso
     return law.scatter(-1, pool.ids[:, slot], probs)
 
 
-def _best(scores: Tensor, count: int, stable: bool) -> tuple[Tensor, Tensor]:
+def best_of(scores: Tensor, count: int, stable: bool) -> tuple[Tensor, Tensor]:
     """Values and indices of the ``count`` best of the last axis, best first; equals by lower index if ``stable``."""
     if stable:
         order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

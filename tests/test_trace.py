@@ -41,7 +41,7 @@ def restore(like: decode.State, tensors: list[torch.Tensor]) -> decode.State:
 def as_function(engine: decode.Engine, like: decode.State) -> Any:
     def function(*tensors):
         out = decode.round(engine, restore(like, list(tensors)), BOUND)
-        return out.emitted, out.count, out.accepted, out.drafted, out.repaired, out.stopped
+        return tuple(getattr(out, name) for name in decode.RoundOutput.__dataclass_fields__)
 
     return function
 
