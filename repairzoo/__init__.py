@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "build": "build",
-    "autoregressive": "build",
-    "Zoo": "build",
+    "build": "zoo",
+    "autoregressive": "zoo",
+    "Zoo": "zoo",
     "Generation": "results",
     "Stats": "results",
     "Target": "target",
-    "load_target": "load_target",
+    "load_target": "target_source",
     "load_backbone": "load_parts",
     "load_head": "load_parts",
     "list_backbones": "registry",
@@ -57,7 +57,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from repairzoo.build import Zoo, autoregressive, build
     from repairzoo.errors import (
         IncompatibleArtifact,
         InvalidArtifact,
@@ -67,21 +66,20 @@ if TYPE_CHECKING:
         UnsupportedTarget,
     )
     from repairzoo.load_parts import load_backbone, load_head
-    from repairzoo.load_target import load_target
     from repairzoo.registry import info, list_backbones, list_heads, list_targets
     from repairzoo.results import Generation, Stats
     from repairzoo.target import Target
+    from repairzoo.target_source import load_target
+    from repairzoo.zoo import Zoo, autoregressive, build
 
 
 def __getattr__(name: str) -> Any:
     # imported on first use: the command line must answer --help without loading torch
     if name not in _WHERE:
         raise AttributeError(f"module 'repairzoo' has no attribute {name!r}")
-    module = import_module(f"repairzoo.{_WHERE[name]}")
-    for key, where in _WHERE.items():  # `build` the function must win over `build` the module
-        if where == _WHERE[name]:
-            globals()[key] = getattr(module, key)
-    return globals()[name]
+    # no module may carry a name of __all__: importing it would put it in the function's place
+    value = globals()[name] = getattr(import_module(f"repairzoo.{_WHERE[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

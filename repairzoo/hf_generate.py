@@ -15,7 +15,7 @@ from repairzoo.generation import PerRow, finish, make_request, speculate, stream
 from repairzoo.inputs import prompt_ids
 
 if TYPE_CHECKING:
-    from repairzoo.build import Zoo
+    from repairzoo.zoo import Zoo
 
 # what transformers prepares for its own forward passes and ours do without
 _PREPARED = {"use_cache", "logits_to_keep", "cache_position", "tokenizer", "past_key_values", "cache", "position_ids"}

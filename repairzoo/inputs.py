@@ -86,6 +86,8 @@ def _tensor_rows(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     ids = ids[None] if ids.dim() == 1 else ids
     if mask is None:
         return ids.tolist()
+    if not isinstance(mask, Tensor):
+        raise InvalidInput(f"attention_mask is a {type(mask).__name__}: beside a tensor of ids give a tensor, too")
     mask = mask[None] if mask.dim() == 1 else mask
     if mask.shape != ids.shape:
         raise InvalidInput(f"attention_mask has shape {tuple(mask.shape)}, the ids {tuple(ids.shape)}")
@@ -104,12 +106,24 @@ def _encode(target: Target, value: str | Sequence[dict[str, Any]], chat: bool | 
         raise InvalidInput(f"cannot read a prompt from {type(value).__name__} inside a list")
     if tokenizer is None:
         raise InvalidInput(f"target {target.name!r} has no tokenizer: give token ids instead of text")
-    if isinstance(value, str):
-        template = getattr(tokenizer, "chat_template", None)
-        if chat and not template:
-            raise InvalidInput(f"the tokenizer of target {target.name!r} has no chat template: use chat=False")
-        if chat is False or not template:
-            return tokenizer(value)["input_ids"]
-        value = [{"role": "user", "content": value}]
-    text = tokenizer.apply_chat_template(list(value), add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    template = getattr(tokenizer, "chat_template", None)
+    if not template and (chat or not isinstance(value, str)):
+        raise InvalidInput(
+            f"the tokenizer of target {target.name!r} has no chat template: give plain text, and not chat=True"
+        )
+    text, special = value, True
+    if not isinstance(value, str) or (template and chat is not False):
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+        bad = next((m for m in messages if not {"role", "content"} <= set(m)), None)
+        if bad is not None:
+            raise InvalidInput(f"a chat message has the keys {sorted(map(str, bad))}: it needs role and content")
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates refuse roles and their order in words of their own
+            raise InvalidInput(f"the chat template of target {target.name!r} refuses the messages: {error}") from error
+        special = False  # the template writes them
+    try:
+        str(text).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"the prompt is no valid Unicode text ({error.reason} at {error.start})") from error
+    return tokenizer(text, add_special_tokens=special)["input_ids"]

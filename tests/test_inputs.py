@@ -116,6 +116,30 @@ def test_mask_must_fit():
         prompt_ids(toy(), torch.tensor([ROW]), torch.zeros(1, 4))
     with pytest.raises(InvalidInput, match="attention_mask"):
         prompt_ids(toy(), "text", torch.ones(1, 4))
+    with pytest.raises(InvalidInput, match="tensor"):
+        prompt_ids(toy(), torch.tensor([ROW]), [[1] * 4])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("chat", "given", "words"),
+    [
+        (True, [{"role": "user"}], r"\['role'\].*content"),
+        (True, [{"role": "user", "content": "x"}, {"foo": 1}], "foo"),
+        (True, [{"role": "bot", "content": "x"}], "refuses.*no bots"),
+        (False, [{"role": "user", "content": "x"}], "no chat template"),
+        (False, "\ud800", "Unicode"),
+        (True, "\ud800", "Unicode"),
+    ],
+)
+def test_bad_text_is_named(chat, given, words):
+    target = reader(chat)
+    if chat:
+        target.tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role == 'bot' %}{{ raise_exception('no bots') }}{% endif %}"
+            "{{ m.content }}{% endfor %}"
+        )
+    with pytest.raises(InvalidInput, match=words):
+        prompt_ids(target, given)
 
 
 @pytest.mark.parametrize("length", [127, 126, 124])

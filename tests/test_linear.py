@@ -65,7 +65,7 @@ def test_a_rounded_draft_changes_no_answer():
 def test_who_drafts_with_rounded_weights(monkeypatch):
     target = repairzoo.Target(causal_lm("llama", seed=5, dtype=torch.float32))
     assert not drafted(target).backbone.int8  # a module that the caller made is used as it is
-    module = sys.modules["repairzoo.build"]  # the name in the package is the function
+    module = sys.modules["repairzoo.zoo"]
     monkeypatch.setattr(module, "int8_available", lambda device: False)
     with pytest.raises(InvalidInput, match="draft_int8"):
         drafted(target, draft_int8=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import repairzoo
 from repairzoo.decode import verify_mask
-from repairzoo.errors import UnsupportedTarget
+from repairzoo.errors import InvalidArtifact, UnsupportedTarget
 from repairzoo.linear import Linear
 from repairzoo.target import Target
 from repairzoo.tree import TokenTree, ancestor_mask
@@ -169,6 +169,13 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=32))
 
 
+def partly_rotated():
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    return StableLmForCausalLM(StableLmConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+
+
 def mamba():
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -187,11 +194,20 @@ def mamba():
         (changed("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
         (changed("cohere"), "cohere"),
         (changed("olmo2"), "olmo2"),
+        (partly_rotated, "stablelm.*4 dimensions of a head"),
+        (lambda: torch.nn.Linear(2, 2), "Linear.*embed_tokens"),
     ],
 )
 def test_what_is_not_computed_here_is_refused_by_name(make, words):
     with pytest.raises(UnsupportedTarget, match=words):
         Target(make().eval())
+
+
+def test_weights_with_nan_are_not_called_unsupported():
+    model = causal_lm("llama", 1)
+    model.model.norm.weight[3] = float("nan")
+    with pytest.raises(InvalidArtifact, match="not finite"):
+        Target(model)
 
 
 @pytest.mark.parametrize("window", [4, 12])

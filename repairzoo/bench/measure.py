@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from repairzoo.build import Zoo, autoregressive
 from repairzoo.errors import InvalidInput
 from repairzoo.results import Generation
 from repairzoo.target import Target
+from repairzoo.zoo import Zoo, autoregressive
 
 BASELINE = "autoregressive"
 

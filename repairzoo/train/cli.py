@@ -72,7 +72,7 @@ def features(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 ...", show_default="chosen")] = None,
 ) -> None:
     """Compute the features of a corpus again."""
-    from repairzoo.load_target import load_target
+    from repairzoo.target_source import load_target
     from repairzoo.train.corpus import write_features
 
     write_features(load_target(target, dtype=dtype), corpus)

@@ -12,8 +12,8 @@ import torch
 
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.load_parts import bound_backbone
-from repairzoo.load_target import load_target
 from repairzoo.target import Target
+from repairzoo.target_source import load_target
 from repairzoo.train.corpus import CorpusPlan, load_prompts, read_manifest, write_corpus
 from repairzoo.train.recipe import Job, RunRecipe, method, read_recipe
 from repairzoo.train.trainer import train

@@ -26,7 +26,6 @@ from repairzoo.linear import int8_available
 from repairzoo.results import Generation
 from repairzoo.target import Target
 
-
 _BACKBONE = ("slots", "tapped_layers", "new_cache", "extend", "draft")  # what the loop calls
 
 
@@ -146,7 +145,7 @@ def as_target(target: Any, device: Any = None, dtype: torch.dtype | str | None =
     Raises:
         UnsupportedTarget: none of these. InvalidInput: a device or dtype that a loaded model does not have.
     """
-    from repairzoo.load_target import load_target, parse_device, parse_dtype
+    from repairzoo.target_source import load_target, parse_device, parse_dtype
 
     if target is None or isinstance(target, (str, Path)):
         return load_target(target, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Where a target comes from: the Hub, the Hub's cache, the packaged weights, or a folder."""
+"""Where a target comes from: the Hub's cache, the Hub, the packaged weights, or a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from repairzoo.default_target import HUB_ID, PACKAGED_REVISION, packaged_folder, packaged_gguf
 from repairzoo.errors import InvalidArtifact, InvalidInput, UnsupportedTarget
+from repairzoo.registry import registry, unknown
 from repairzoo.target import Target
 
 log = logging.getLogger("repairzoo")
@@ -37,29 +38,57 @@ def load_target(
     """Load a causal LM and its tokenizer.
 
     Args:
-        source: None or the default's registry name or Hub id: Hub, Hub cache, packaged weights, in that order;
-            otherwise a folder or a Hub id.
+        source: None or the default's registry name or Hub id: Hub cache, Hub, packaged weights, in that order;
+            otherwise a folder, a registry name or a Hub id.
         revision: commit, tag or branch on the Hub. device, dtype: None chooses.
 
     Raises:
+        UnknownName: a bare name that is neither a folder nor in the registry.
         UnsupportedTarget: it cannot be found, or not be verified and rolled back.
-        InvalidArtifact: a folder that holds no model.
+        InvalidArtifact: a folder that holds no model, or a damaged or incomplete one.
+        InvalidInput: a source, device, dtype or revision that means nothing here.
     """
-    place = default_device() if device is None else torch.device(device)
-    kind = default_dtype(place) if dtype is None else _dtype(dtype)
-    if source is None or str(source) in (HUB_ID, "smollm2-135m"):
+    if not (source is None or isinstance(source, (str, Path))) or str(source) == "":
+        raise InvalidInput(f"target {source!r}: give None, a registry name, a Hub id or a folder")
+    place = parse_device(device)
+    kind = default_dtype(place) if dtype is None else parse_dtype(dtype)
+    entry = None if source is None else registry().target(str(source))
+    source = source if entry is None else entry.fields["hub"]
+    if source is None or source == HUB_ID:
         return _load_default(revision, place, kind)
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InvalidArtifact(f"{folder} holds no config.json: a target folder is what save_pretrained writes")
+        if revision is not None:
+            raise InvalidInput(f"revision={revision!r}: {folder} is a folder and has none; leave it out")
         return _load(str(folder), None, place, kind, str(folder), f"the folder {folder}")
+    if isinstance(source, str) and "/" not in source and not source.startswith((".", "~")):
+        raise unknown("target", source, registry().names("target"))
     if str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
         raise InvalidInput(f"target {str(source)!r} is neither a folder nor a Hub id of the form owner/name")
     return _load(str(source), revision, place, kind, str(source), f"the Hub or its cache ({source})")
 
 
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+def parse_device(device: torch.device | str | None) -> torch.device:
+    """A device that can be used here; None chooses. Raises ``InvalidInput``."""
+    if device is None:
+        return default_device()
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch's own words go on for a page
+        why = str(error).splitlines()[0]
+        raise InvalidInput(
+            f"device={str(device)!r} cannot be used here ({why}): give 'cpu', 'cuda', 'cuda:1' ..."
+        ) from error
+    if place.type == "meta":
+        raise InvalidInput("device='meta' holds no values: give 'cpu', 'cuda', 'cuda:1' ...")
+    return place
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype or its name. Raises ``InvalidInput``."""
     if isinstance(dtype, torch.dtype):
         return dtype
     found = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
@@ -90,22 +119,20 @@ def _load_default(revision: str | None, device: torch.device, dtype: torch.dtype
 
 
 def _hub_folder(revision: str | None) -> tuple[str, str, str] | None:
-    """Snapshot of the default target with its commit, or None when neither the Hub nor its cache has it."""
+    """Snapshot of the default target with its commit, or None when neither the Hub's cache nor the Hub has it."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
 
     patterns = ["*.json", "model*.safetensors", "merges.txt", "*.jinja"]
     for local in (True, False):  # a complete snapshot in the cache needs no request
         try:
-            if local:
-                disable_progress_bars()
             folder = snapshot_download(
                 HUB_ID, revision=revision, allow_patterns=patterns, local_files_only=local, etag_timeout=3
             )
         except Exception as error:  # offline, unknown revision, gated: the next source may have it
             log.debug("default target, %s: %s", "Hub cache" if local else "Hub", error)
             continue
-        if (Path(folder) / "model.safetensors").is_file():
+        # an interrupted download leaves a snapshot too
+        if all((Path(folder) / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json")):
             return folder, Path(folder).name, "the Hub cache" if local else "the Hub"
     return None
 
@@ -119,16 +146,25 @@ def _load(
     how: str,
     commit: str | None = None,
 ) -> Target:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    where: Any = {"revision": revision, "trust_remote_code": False}  # None would ask at the terminal, and run the code
     try:
-        config = AutoConfig.from_pretrained(location, revision=revision)
-        model: Any = AutoModelForCausalLM.from_pretrained(location, revision=revision, dtype=dtype, config=config)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(location, **where)
+        model: Any
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            location, dtype=dtype, config=config, use_safetensors=True, output_loading_info=True, **where
+        )
+    except SafetensorError as error:
+        raise InvalidArtifact(f"target {name!r} from {how} has damaged weights: {error}; fetch them again") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedTarget(f"target {name!r} cannot be loaded from {how}: {error}") from error
+    if missing := sorted(loaded["missing_keys"]):  # transformers draws them at random
+        raise InvalidArtifact(f"target {name!r} from {how} lacks the weights {', '.join(missing)}; fetch them again")
     tokenizer: Any
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(location, **where)
         if len(tokenizer) <= 1:  # transformers 5 makes an empty one up where there are no files
             tokenizer = None
     except Exception as error:  # a folder without a tokenizer serves token ids
