@@ -88,8 +88,8 @@ class Pair:
     """A backbone and a head with weights for one target.
 
     Attributes:
-        weights: for ``"backbone"`` and, unless the head is ``none`` or weightless, ``"head"``: the name of a folder inside the
-            method's own, or ``hf:owner/name@revision``.
+        weights: for ``"backbone"`` and, unless the head is ``none`` or weightless, ``"head"``: the name of a folder
+            inside the method's own, or ``hf:owner/name@revision``.
         trained: ``"frozen"``, ``"joint"`` or None without a head.
         parameters: number of parameters of each.
         figures: measured values with ``raw``, the result file they come from.
@@ -222,8 +222,9 @@ def read_registry(path: str | Path) -> Registry:
             raise InvalidArtifact(f"{path}: key '{kind}s' must map names to entries")
         for name, value in section.items():
             _keys(path, f"{kind} {name!r}", value, *_ENTRY_KEYS[kind])
-            if not isinstance(value.get("weightless", False), bool) or (value.get("weightless") and "class" not in value):
-                raise InvalidArtifact(f"{path}: key 'weightless' of {kind} {name!r} must be true or false, with a class")
+            weightless = value.get("weightless", False)
+            if not isinstance(weightless, bool) or (weightless and "class" not in value):
+                raise InvalidArtifact(f"{path}: 'weightless' of {kind} {name!r} must be true with a class, or false")
             fields = {key: item for key, item in value.items() if key != "class"}
             _add(entries, Entry(kind, name, value.get("class"), path.name, fields))
     if sum(bool(entry.fields.get("default")) for entry in entries["target"].values()) != 1:

@@ -36,9 +36,9 @@ class CURE:
         suffix: ``"head"`` walks the stacked correctors on behind a substituted token; ``"reuse"`` keeps the chain's
             tokens there. ``"redraft"``, a second pass of the backbone, is refused: see the README.
         cost: relative cost of verifying r rows (anchor included) as ``cost[r - 1]``, from a calibration. ``"rows"``
-            stands for one that is proportional to r, the worst that a machine without thresholds does; ``"free"``
-            always fills the budget (the paper).
-        overhead: cost of the rest of a round, in the same unit.
+            stands for r itself; ``"free"`` always fills the budget (the paper).
+        overhead: cost of the rest of a round, in the same unit; None: nothing beside a calibration, and with ``"rows"``
+            as much as the chain's rows, so that one more row counts half of the average one.
     """
 
     kind: ClassVar[str] = "cure"
@@ -53,7 +53,7 @@ class CURE:
     order: str = "gain"
     suffix: str = "head"
     cost: str | Sequence[float] = "rows"
-    overhead: float = 0.0
+    overhead: float | None = None
 
     def __post_init__(self) -> None:
         curve = self.cost
@@ -73,7 +73,8 @@ class CURE:
             ("cost", known or (not isinstance(curve, str) and isinstance(curve, Sequence) and len(curve) > 0
                                and all(_is_real(c) and c > 0 for c in curve)),
              "'rows', 'free' or a list of positive numbers, one for each number of verified rows"),
-            ("overhead", _is_real(self.overhead) and self.overhead >= 0, "a non-negative number"),
+            ("overhead", self.overhead is None or (_is_real(self.overhead) and self.overhead >= 0),
+             "a non-negative number or None"),
         ]  # fmt: skip
         for key, ok, expected in checks:
             if not ok:
@@ -206,7 +207,7 @@ class CURE:
         The best n of all is taken, the smallest of equals; n = 0 is one of them.
         """
         S = own.shape[1]
-        curve = self._curve(1 + S + extra, own.dtype, own.device)
+        curve = self._curve(S, extra, own)
         order = key.flatten(1).sort(dim=1, descending=True, stable=True).indices  # [B, N]
         gain = reach.flatten(1).gather(1, order)[:, :extra].exp()
         phi = (own.cumsum(1).exp() * kept).sum(1, keepdim=True)
@@ -218,18 +219,25 @@ class CURE:
         place = torch.empty_like(order).scatter(1, order, index)
         return torch.where((place < count).view_as(key), key, NEVER)
 
-    def _curve(self, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Cost of a round by draft nodes ``0 .. rows - 1``."""
+    def fixed_cost(self, slots: int) -> float:
+        """What a round costs whatever it verifies, in the unit of ``cost``."""
+        if self.overhead is not None:
+            return self.overhead
+        return 1.0 + slots if self.cost == "rows" else 0.0
+
+    def _curve(self, slots: int, extra: int, like: Tensor) -> Tensor:
+        """Cost of a round by its draft nodes, 0 to ``slots + extra``."""
+        rows, fixed = 1 + slots + extra, self.fixed_cost(slots)
         if isinstance(self.cost, str):
-            return self.overhead + torch.arange(1, rows + 1, dtype=dtype, device=device)
+            return fixed + torch.arange(1, rows + 1, dtype=like.dtype, device=like.device)
         if len(self.cost) < rows:
             raise InvalidInput(f"cure: cost states {len(self.cost)} numbers of rows; a round verifies up to {rows}")
         # filled one by one: a copy from the host cannot be captured
-        return self.overhead + torch.stack([torch.full((), c, dtype=dtype, device=device) for c in self.cost[:rows]])
+        return fixed + torch.stack([like.new_full((), c) for c in self.cost[:rows]])
 
 
 def branch_budget(margin: Tensor, scale: float, b_min: int, b_max: int) -> Tensor:
-    """Tokens to try at slots of ``margin [...]`` (Eq. 2 and 3): int64, from ``b_max`` at 0 down to ``b_min`` at ``scale``."""
+    """Tokens to try at slots of ``margin [...]``: int64, from ``b_max`` at 0 to ``b_min`` at ``scale`` (Eq. 2, 3)."""
     urgency = (1 - margin / scale).clamp(0, 1)
     return (b_min + urgency * (b_max - b_min)).round().clamp(b_min, b_max).long()
 
@@ -241,7 +249,7 @@ def _conditional(scores: Tensor, mass: Tensor | None) -> Tensor:
 
 
 def _run(q: Tensor) -> Tensor:
-    """``[B, S]``: 1 and the expected number of slots after each that follow without a break, slot t passing with q_t."""
+    """``[B, S]``: 1 and the expected number of slots that pass right after each, slot t passing with ``q [B, S]``."""
     run = [torch.ones_like(q[:, 0])]
     for slot in range(q.shape[1] - 1, 0, -1):
         run.append(1 + q[:, slot] * run[-1])
