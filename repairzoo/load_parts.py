@@ -55,6 +55,8 @@ def load_head(source: str | Path, *, backbone: str = "dflash", target: str = "sm
     known = registry().entries["head"].get(str(source))
     if known is not None and known.weightless:
         return _class(known)()
+    if str(source) == "none":
+        raise InvalidInput("head 'none' is the absence of a head: there is nothing to load")
     folder = _head_folder(source, backbone, target)
     return _class(registry().get("head", read_config(folder)["kind"])).load(folder)
 
@@ -82,7 +84,7 @@ def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
         for part in head:
             yield from _bound_heads(part, target, backbone)
     elif isinstance(head, Path) or (isinstance(head, str) and _is_path(head)):
-        yield _bind_head(_folder(head, "head"), target)
+        yield _bind_head(_folder(head, "head"), target, backbone)
     elif isinstance(head, str):
         names = head.split("+")
         if not all(names):
@@ -94,14 +96,14 @@ def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
             if registry().get("head", name).weightless:
                 yield _class(registry().get("head", name))()
             elif name != "none":
-                yield _bind_head(_head_folder(name, kind, target_name(target)), target)
+                yield _bind_head(_head_folder(name, kind, target_name(target)), target, backbone)
     else:
         if hasattr(head, "bind"):
             head.bind(target.embedding, target.output_weight)
         yield head
 
 
-def _bind_head(folder: Path, target: Target) -> Any:
+def _bind_head(folder: Path, target: Target, backbone: Any) -> Any:
     config = read_config(folder)
     notes = check_fit(
         config,
@@ -110,6 +112,9 @@ def _bind_head(folder: Path, target: Target) -> Any:
         fingerprint=fingerprint(target.model),
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
+        backbone=getattr(backbone, "kind", None),
+        mask_token_id=getattr(backbone, "mask_token_id", None),
+        tapped_layers=backbone.tapped_layers,
         where=folder / "config.json",
     )
     for note in notes:

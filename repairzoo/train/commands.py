@@ -21,7 +21,8 @@ from repairzoo.train.trainer import train
 
 def run_corpus(prompts: Path, out: Path, plan: CorpusPlan, target: str | None, dtype: str | None = None) -> None:
     """Answer prompts into a corpus folder; continues what is there."""
-    write_corpus(load_target(target, dtype=dtype), load_prompts(prompts), out, plan)
+    rows = load_prompts(prompts)  # before the target, which takes a while
+    write_corpus(load_target(target, dtype=dtype), rows, out, plan)
     shards = read_manifest(out)["shards"].values()
     answers, tokens = sum(s["answers"] for s in shards), sum(s["answer_tokens"] for s in shards)
     print(f"{out}: {answers} answers, {tokens} answer tokens")
@@ -51,8 +52,8 @@ def run_training(
     read = read_recipe(recipe)
     module = method(read.kind, group)
     kind = torch.bfloat16 if read.run.precision == "bf16" else torch.float32
+    manifests = [read_manifest(folder) for folder in corpora]  # before the target, which takes a while
     verifier = target if isinstance(target, Target) else load_target(target, dtype=kind)
-    manifests = [read_manifest(folder) for folder in corpora]
     for folder, manifest in zip(corpora, manifests, strict=True):
         made = {key: manifest["target"].get(key) for key in ("id", "revision")}
         if made != {"id": verifier.name, "revision": verifier.revision}:
