@@ -29,6 +29,9 @@ from conftest import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_domino import drafts_for as domino
+from test_dspark import drafts_for as dspark
+from test_head_laws import random_head, telling_blocks
 from test_trace import BOUND, flatten, restore, tiny, trace, without_values
 from test_verify import EXACT, Table, deviation, tree_laws, walk_tree
 
@@ -82,8 +85,10 @@ def paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
 
 def oracle(head: CURE, block: DraftBlock, correctors: list[Any], pool: Any, row: int, kept: int | None = None):
     """The slow tree of one row: every prefix is walked from the anchor."""
-    one = make_block(block.logits[row : row + 1])
-    one.anchor_ids = block.anchor_ids[row : row + 1]
+    one = block
+    if len(block.logits) > 1:
+        one = make_block(block.logits[row : row + 1])
+        one.anchor_ids = block.anchor_ids[row : row + 1]
     base = one.logits[0] if pool is None else pool.log_probs[row]
     ids = torch.arange(base.shape[-1]).expand_as(base) if pool is None else pool.ids[row]
 
@@ -329,6 +334,21 @@ def test_law_is_exact_and_a_node_accepts_the_sum_of_its_children(seed, V, S, cor
     assert accepted == pytest.approx(float(p[children].sum()), abs=EXACT)
 
 
+@pytest.mark.parametrize("kind", ["drelay", "published", "identity_safe"])
+@given(seed=seeds, V=st.integers(3, 5), S=st.integers(1, 3))
+@settings(deadline=None, max_examples=4)
+def test_learned_heads_are_walked_on_behind_a_substituted_token(kind, seed, V, S):
+    """DRelay and both kinds of LiLiCorr, forked: the oracle's tree, and the exact law."""
+    block = telling_blocks(seed, 1, S, V)
+    pool, stack = make_pool(block.logits, 3), [random_head(kind, seed, S, V)]
+    cure = CURE(nodes=S + 4, repairs=2, **(WIDE | {"threshold": 99.0, "scale": 99.0}))
+    tree = expand(cure, block, stack, pool)
+    check(tree)
+    assert paths(tree, 0) == list(oracle(cure, block, stack, pool, 0)) and tree.size > 1 + S
+    table = Table(seed, V, S)
+    assert deviation(table, walk_tree(tree, 0, tree_laws(table, tree, 0))) < EXACT
+
+
 def test_a_path_that_is_there_twice_changes_no_law_while_separate_draws_do():
     """46: the control draws once for every path and keeps the longest, which is biased."""
     table, anchor = Table(4, 3, 2), torch.tensor([0])
@@ -358,7 +378,7 @@ def with_cure(target: Any, kind: str, seed: int, cure: CURE) -> list[Any]:
 
 @given(
     seed=seeds,
-    kind=st.sampled_from(["dflash", "noisy", "knowing"]),
+    kind=st.sampled_from(["dflash", "domino", "dspark", "noisy", "knowing"]),
     head=st.sampled_from(HEADS),
     cure=st.sampled_from([CURE(), CURE(repairs=3, nodes=20, **WIDE), CURE(order="margin", suffix="reuse", **WIDE)]),
     temperature=st.sampled_from([0.0, 1.0]),
@@ -372,9 +392,13 @@ def test_output_is_the_targets(seed, kind, head, cure, temperature):
     known = [p + e for p, e in zip(rows, expected, strict=True)]
     backbone = {
         "dflash": lambda: dflash(target, seed),
+        "domino": lambda: domino(seed % 50),
+        "dspark": lambda: dspark(seed % 50, "rnn"),
         "noisy": lambda: noisy(seed, 3),
         "knowing": lambda: knowing(known, 4, wrong=0.3, seed=seed),
     }[kind]()
+    if kind == "dspark":
+        backbone.confidence_threshold = [0.0, 0.3, 1.0][seed % 3]
     out = repairzoo.build(backbone, with_cure(target, head, seed, cure), target).generate(rows, **run)
     assert out.token_ids == expected
     assert [1 + sum(a) for a in out.stats.accepted] == [8] * 3
@@ -468,6 +492,26 @@ def test_caches_follow_the_accepted_path():
         hidden, _ = target.forward(tree.tokens, position[:, None] + tree.depths, entries, mask, s.kv, ())
         logits.append(target.logits(hidden))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-9, atol=1e-9)
+
+
+@given(seed=seeds, threshold=st.sampled_from([0.0, 0.4, 0.7]), temperature=st.sampled_from([0.0, 1.0]))
+@settings(deadline=None, max_examples=6)
+def test_rows_that_are_not_verified_change_nothing(seed, threshold, temperature):
+    """A mask and a shorter tensor are the same round, cut by confidence or not."""
+    target, outs = toy(), []
+    for trim in (False, True):
+        heads = [Bigram(seed), CURE(threshold=0.6, repairs=2)]
+        more = {"confidence": threshold, "trim": trim}
+        engine = engine_with(target, dspark(seed % 50, "vanilla"), heads, Law(temperature), **more)
+        state = decode.start(engine, prompts(seed, [5, 3]), [40, 40], [1, 2])
+        for _ in range(3):
+            out = decode.round(engine, state, state.ids.shape[1])
+            names = ("count", "accepted", "drafted", "added")
+            outs.append(
+                [getattr(out, n).tolist() for n in names] + [out.repaired.sum(1).tolist(), out.branches.sum(1).tolist()]
+            )
+        outs.append([state.ids[i, : state.length[i]].tolist() for i in range(2)])
+    assert outs[:4] == outs[4:]
 
 
 def test_the_tree_does_not_see_the_targets_choices():

@@ -195,8 +195,8 @@ class CURE:
             best = scores.argmax(-1)  # [B, W]
             log_q = _conditional(scores, None if mass is None else mass[:, slot, None])
             log_probs.append(log_q.gather(-1, best[..., None])[..., 0])
-            free = torch.where(slot > fork, token_of(pool, slot, best), tokens[:, slot, None])
-            previous = torch.where(slot == fork, rival, free)
+            free = torch.where(fork < slot, token_of(pool, slot, best), tokens[:, slot, None])
+            previous = torch.where(fork == slot, rival, free)
             chosen.append(previous)
         return torch.stack(chosen, -1), torch.stack(log_probs, -1)
 
