@@ -74,8 +74,8 @@ def _print_json(value: Any) -> None:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
-    backbone: Annotated[str, typer.Option(help="Backbone: a registry name, a folder or a Hub id.")] = "dflash",
-    head: Annotated[str, typer.Option(help="Head: a name, names joined by +, a folder, hf:owner/name, none.")] = "dels",
+    backbone: Annotated[str, typer.Option(help="Backbone: a registry name or a folder.")] = "dflash",
+    head: Annotated[str, typer.Option(help="Head: a name, names joined by +, a folder, none.")] = "dels",
     target: Annotated[
         str | None,
         typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),

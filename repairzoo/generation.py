@@ -468,7 +468,7 @@ def pieces(runs: Iterator[Session]) -> Iterator[tuple[str, Session]]:
 def streamed(runs: Iterator[Any], request: Request, streamer: Any, prompt: bool = True) -> Generation:
     """Run a single row to the end, its tokens put to a ``transformers`` streamer; ``prompt``: the prompt's, too."""
     if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
-        raise InvalidInput(f"streamer={streamer!r}: give an object with put and end, such as transformers' TextStreamer")
+        raise InvalidInput(f"streamer={streamer!r}: give an object with put and end, like transformers' TextStreamer")
     if len(request.prompts) != 1:
         raise InvalidInput(f"a streamer takes one prompt, not {len(request.prompts)}")
     if prompt:

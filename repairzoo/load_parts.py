@@ -72,6 +72,27 @@ def bound_backbone(source: Any, target: Target) -> Any:
     return backbone
 
 
+def check_names(backbone: Any, head: Any) -> None:
+    """Raise now for a name or folder that does not exist, before anything is loaded."""
+    if isinstance(backbone, (str, Path)) and str(backbone) not in registry().entries["backbone"]:
+        _folder(backbone, "backbone")
+    for part in head if isinstance(head, (list, tuple)) else [head]:
+        if isinstance(part, Path) or (isinstance(part, str) and _is_path(part)):
+            _folder(part, "head")
+        elif isinstance(part, str):
+            _names(part)
+
+
+def _names(head: str) -> list[str]:
+    """``"a+b"`` -> ``["a", "b"]``, all of them registered."""
+    names = head.split("+")
+    if not all(names):
+        raise InvalidInput(f"head={head!r}: names joined by '+' must not be empty")
+    for name in names:
+        registry().get("head", name)
+    return names
+
+
 def bound_heads(head: Any, target: Target, backbone: Any) -> tuple[Any, ...]:
     """The heads of ``head``, in order, bound: None / ``"none"``, ``"a+b"``, a folder, modules, or a list of those."""
     return tuple(_bound_heads(head, target, backbone))
@@ -86,11 +107,7 @@ def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
     elif isinstance(head, Path) or (isinstance(head, str) and _is_path(head)):
         yield _bind_head(_folder(head, "head"), target, backbone)
     elif isinstance(head, str):
-        names = head.split("+")
-        if not all(names):
-            raise InvalidInput(f"head={head!r}: names joined by '+' must not be empty")
-        for name in names:
-            registry().get("head", name)
+        names = _names(head)
         kind = getattr(backbone, "kind", "custom")
         for name in names:
             if registry().get("head", name).weightless:
@@ -149,10 +166,12 @@ def _head_folder(source: str | Path, backbone: str, target: str) -> Path:
 
 
 def _is_path(source: str) -> bool:
-    return source.startswith(HUB_PREFIX) or "/" in source or source.startswith((".", "~"))
+    return source.startswith((HUB_PREFIX, ".", "~")) or "/" in source
 
 
 def _folder(source: str | Path, kind: str) -> Path:
+    if not str(source):
+        raise InvalidInput(f"{kind}='': give a name or a folder")
     folder = Path(source).expanduser()
     if isinstance(source, str) and not _is_path(source) and not folder.is_dir():
         registry().get(kind, source)  # raises, naming the nearest

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from repairzoo.block import Corrector
 from repairzoo.decode import Engine, refuse_beside_expander, split_heads
 from repairzoo.errors import IncompatibleArtifact, InvalidInput, UnsupportedTarget
 from repairzoo.generation import (
@@ -44,6 +45,14 @@ class Zoo:
     ) -> None:
         if proposal not in ("argmax", "sampled"):
             raise InvalidInput(f"proposal={proposal!r}: give 'argmax' or 'sampled'")
+        if proposal == "sampled" and nodes is not None:
+            raise InvalidInput("a tree is proposed deterministically: use proposal='argmax' with tree=...")
+        for head in heads:
+            if not (isinstance(head, Corrector) or hasattr(head, "expand")):
+                raise InvalidInput(
+                    f"head {head!r} is neither a corrector (prepare, start, step) nor an expander (expand): see "
+                    "docs/protocols.md"
+                )
         _, self.expander = split_heads(heads)
         if self.expander is not None:
             refuse_beside_expander(nodes, proposal == "sampled")
@@ -188,7 +197,7 @@ def build(
         device, dtype: of the target; None chooses (bfloat16 where the processor multiplies it natively).
         tree: None for a chain; a number of nodes for a best-first tree, or ``"best-first"`` for as many as the chain
             has.
-        tune: None, or ``"auto"`` to use the calibration of this machine when there is one.
+        tune: None; reserved for a calibration of this machine.
         proposal: ``"argmax"`` or ``"sampled"`` (p/q rule above temperature 0).
         draft_int8: draft with 8-bit matrix products (CPU). They cost a little acceptance and save most of the draft's
             time; the output is the target's all the same. None: yes for backbones loaded here, unless they are sampled
@@ -197,10 +206,17 @@ def build(
     Raises:
         UnknownName, InvalidArtifact, IncompatibleArtifact, UnsupportedTarget, InvalidInput.
     """
-    from repairzoo.load_parts import bound_backbone, bound_heads
+    from repairzoo.load_parts import bound_backbone, bound_heads, check_names
 
-    if tune not in (None, "auto"):
-        raise InvalidInput(f"tune={tune!r}: give None or 'auto'")
+    if tune is not None:
+        raise InvalidInput(f"tune={tune!r}: this version keeps no calibration; give None")
+    if (
+        tree is not None
+        and tree != "best-first"
+        and (isinstance(tree, (bool, str)) or not isinstance(tree, int) or tree < 1)
+    ):
+        raise InvalidInput(f"tree={tree!r}: give None, 'best-first', or a number of nodes of at least 1")
+    check_names(backbone, head)  # before the target, which takes seconds
     verifier = as_target(target, device, dtype)
     drafter = bound_backbone(backbone, verifier)
     lacking = [name for name in _BACKBONE if not hasattr(drafter, name)]
@@ -224,6 +240,5 @@ def build(
         drafter.use_int8()
     heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
-    if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
-        raise InvalidInput(f"tree={tree!r}: give None, 'best-first', or a number of nodes of at least 1")
+    assert nodes is None or isinstance(nodes, int)
     return Zoo(verifier, drafter, heads, nodes, proposal)

@@ -8,7 +8,7 @@ import pytest
 from conftest import causal_lm, dflash
 
 import repairzoo
-from repairzoo.errors import IncompatibleArtifact, InvalidInput
+from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput, UnknownName
 from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig
 from repairzoo.train import commands
 from repairzoo.train.corpus import CorpusPlan
@@ -57,3 +57,35 @@ def test_training_reads_its_small_inputs_before_the_target(tmp_path, monkeypatch
     recipe = Path(__file__).parent.parent / "backbones" / "dflash" / "recipe.yaml"
     with pytest.raises(repairzoo.RepairZooError, match="corpus"):
         commands.run_training("backbones", recipe, [tmp_path / "corpus"], tmp_path)
+
+
+NOTHING_LOADS = [
+    ({"backbone": "dflsh"}, UnknownName, "did you mean 'dflash'"),
+    ({"backbone": ""}, InvalidInput, "backbone=''"),
+    ({"backbone": "./nowhere"}, InvalidArtifact, "no such folder"),
+    ({"head": "dels+nobody"}, UnknownName, "unknown head 'nobody'"),
+    ({"head": "dels+"}, InvalidInput, "must not be empty"),
+    ({"head": "./nowhere"}, InvalidArtifact, "no such folder"),
+    ({"tree": 0}, InvalidInput, "tree=0"),
+    ({"tree": "widest"}, InvalidInput, "tree='widest'"),
+    ({"tune": "auto"}, InvalidInput, "tune='auto'"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), NOTHING_LOADS)
+def test_mistakes_in_names_and_options_are_told_before_the_target_is_loaded(monkeypatch, options, kind, words):
+    def never(*args):
+        raise AssertionError("the target was loaded first")
+
+    monkeypatch.setattr("repairzoo.zoo.as_target", never)
+    with pytest.raises(kind, match=words):
+        repairzoo.build(**options)
+
+
+def test_a_head_that_is_none_and_a_sampled_tree_are_refused():
+    target = repairzoo.Target(causal_lm(), name="toy")
+    for head in (3, object()):
+        with pytest.raises(InvalidInput, match="neither a corrector"):
+            repairzoo.build(dflash(target), head, target)
+    with pytest.raises(InvalidInput, match="deterministically"):
+        repairzoo.build(dflash(target), None, target, tree=4, proposal="sampled")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from repairzoo.bench.measure import _read_done
 from repairzoo.bench.report import markdown, pooled_tau, ratios, read_raw, same_tokens
 from repairzoo.errors import InvalidInput
 
@@ -72,3 +73,11 @@ def test_raw_files_are_committed() -> None:
         for page in PAGES:
             for _, name, _ in tables_module().BLOCK.findall(page.read_text(encoding="utf-8")):
                 assert name in listed.stdout.split()
+
+
+def test_a_run_killed_inside_a_line_measures_that_cell_again(tmp_path: Path) -> None:
+    path = tmp_path / "raw.jsonl"
+    whole = json.dumps({"manifest": {}}) + "\n" + json.dumps(row("dflash", [2], 1.0)) + "\n"
+    path.write_text(whole + json.dumps(row("other", [2], 1.0))[:30])
+    assert _read_done(path) == {("s", "0", "dflash", 0)}
+    assert path.read_text() == whole

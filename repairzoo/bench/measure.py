@@ -125,7 +125,11 @@ def machine() -> dict[str, Any]:
 def _read_done(path: Path) -> set[tuple[str, str, str, int]]:
     if not path.exists():
         return set()
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    text = path.read_text(encoding="utf-8")
+    if not text.endswith("\n"):  # the run was killed inside its last line: that cell is measured again
+        text = text[: text.rfind("\n") + 1]
+        path.write_text(text, encoding="utf-8")
+    rows = [json.loads(line) for line in text.split("\n") if line]
     return {(r["suite"], r["id"], r["cell"], r["repeat"]) for r in rows if "cell" in r}
 
 
