@@ -128,6 +128,7 @@ class ModelSection:
     output_table: str = "target"
     activation: str = "silu"
     pure_draft_prefix_len: int = 0
+    pool_size: int | None = None
     dtype: str = "bfloat16"
 
 
