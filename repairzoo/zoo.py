@@ -58,6 +58,11 @@ class Zoo:
             refuse_beside_expander(nodes, proposal == "sampled")
             self.expander.budget(backbone.slots)  # refuses here what would not fit
         self.target, self.backbone, self.heads = target, backbone, heads
+        pool, vocabulary = _pool_size(heads), target.output_weight.shape[0]
+        if pool is not None and pool > vocabulary:
+            raise IncompatibleArtifact(
+                f"a head asks for {pool} candidates a slot, the vocabulary has {vocabulary} tokens"
+            )
         self.nodes, self.proposal = nodes, proposal
         self.last: Generation | None = None
 

@@ -89,3 +89,21 @@ def test_a_head_that_is_none_and_a_sampled_tree_are_refused():
             repairzoo.build(dflash(target), head, target)
     with pytest.raises(InvalidInput, match="deterministically"):
         repairzoo.build(dflash(target), None, target, tree=4, proposal="sampled")
+
+
+def test_a_pool_larger_than_the_vocabulary_is_refused():
+    class Greedy:
+        pool_size = 1000
+
+        def prepare(self, block, pool):
+            return None
+
+        def start(self, block):
+            return None
+
+        def step(self, prepared, carry, slot, previous, scores):
+            return scores, None
+
+    target = repairzoo.Target(causal_lm(), name="toy")
+    with pytest.raises(IncompatibleArtifact, match="1000 candidates a slot"):
+        repairzoo.build(dflash(target), Greedy(), target)
