@@ -8,6 +8,7 @@ row.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ class Linear:
 
     __slots__ = ("weights", "biases", "sizes", "packed", "bias")
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor | None] | None = None, *, pack: bool = True):
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, *, pack: bool = True):
         self.weights = weights
         self.biases = biases or [None] * len(weights)
         self.sizes = [w.shape[0] for w in weights]
@@ -73,7 +74,7 @@ class Int8Linear:
 
     __slots__ = ("sizes", "packed")
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor | None] | None = None):
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None):
         self.sizes = [w.shape[0] for w in weights]
         with torch.no_grad():
             joined = torch.cat([w.detach().float() for w in weights])

@@ -152,10 +152,10 @@ def _load(
     where: Any = {"revision": revision, "trust_remote_code": False}  # None would ask at the terminal, and run the code
     try:
         config = AutoConfig.from_pretrained(location, **where)
-        model: Any
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        both: Any = AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, config=config, use_safetensors=True, output_loading_info=True, **where
         )
+        model, loaded = both
     except SafetensorError as error:
         raise InvalidArtifact(f"target {name!r} from {how} has damaged weights: {error}; fetch them again") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:

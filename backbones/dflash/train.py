@@ -150,7 +150,8 @@ def draft_config(model: ModelSection, target: Target, mask: int) -> DFlashConfig
     """The config of a new draft: what belongs to the target is read from it, the rest is the recipe's."""
     config = target.model.config
     rope = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
-    if rope.get("rope_theta") is None:
+    theta = rope.get("rope_theta")
+    if theta is None:
         raise InvalidInput(f"target {target.name} states no rope_theta, which a new draft takes over")
     return new_config(
         block_size=model.block_size,
@@ -163,7 +164,7 @@ def draft_config(model: ModelSection, target: Target, mask: int) -> DFlashConfig
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim,
-        rope_theta=float(rope["rope_theta"]),
+        rope_theta=float(theta),
         target_layer_ids=model.taps,
         rms_norm_eps=float(config.rms_norm_eps),
         max_position_embeddings=int(config.max_position_embeddings),
@@ -181,15 +182,17 @@ def mask_token(token: str | int, target: Target, where: str) -> int:
         vocabulary = {} if known is None else known.get_vocab()
         if token not in vocabulary:
             raise InvalidInput(f"{where}: {token!r} is no token of {target.name}")
-        token = vocabulary[token]
-    if not 0 <= token < target.vocab_size:
-        raise InvalidInput(f"{where}: {token} lies outside the embedding of {target.name}, {target.vocab_size} rows")
+        number: int = vocabulary[token]
+    else:
+        number = token
+    if not 0 <= number < target.vocab_size:
+        raise InvalidInput(f"{where}: {number} lies outside the embedding of {target.name}, {target.vocab_size} rows")
     used = {*target.eos_token_ids, *(getattr(known, n, None) for n in ("bos_token_id", "eos_token_id", "pad_token_id"))}
-    if token in used:
+    if number in used:
         raise InvalidInput(
-            f"{where}: token {token} begins, ends or pads texts of {target.name}; choose one that never occurs"
+            f"{where}: token {number} begins, ends or pads texts of {target.name}; choose one that never occurs"
         )
-    return token
+    return number
 
 
 def _start_from(draft: DFlash, folder: Path) -> None:
