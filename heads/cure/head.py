@@ -135,7 +135,7 @@ class CURE:
         margin = torch.where(value[..., 1] > NEVER, value[..., 0] - value[..., 1], math.inf)
         number = torch.arange(1, rivals + 1, device=tokens.device)
         tried = number < branch_budget(margin, self.scale, self.b_min, self.b_max)[..., None]
-        tried = tried & ((margin < self.threshold) & kept)[..., None] & (log_q[..., 1:] > NEVER)  # [B, S, A]
+        tried = tried & ((margin < self.threshold) & kept)[..., None] & (value[..., 1:] > NEVER)  # [B, S, A]
         urgency = margin
         if self.order == "gain":
             hope = torch.where(tried, log_q[..., 1:], NEVER).exp().sum(-1)
@@ -169,8 +169,7 @@ class CURE:
             place = torch.arange(reach[0].numel(), device=tokens.device).view_as(reach[0]) + 1
             key = torch.where(reach > NEVER, -place.to(reach.dtype), NEVER)
         key, reach = key.transpose(1, 2), reach.transpose(1, 2)  # [B, S, W]: shallower before deeper
-        if self.cost != "free":
-            key = self._affordable(key, reach, own, kept, extra)
+        key = self._affordable(key, reach, own, kept, extra)
         key = torch.cat([torch.where(kept, 1.0, NEVER).to(key.dtype)[..., None], key], -1)  # branch 0 before all
         above = torch.where(slot[:, None] == fork[:, None], 0, torch.arange(fork.shape[1], device=slot.device) + 1)
         above = torch.cat([torch.zeros_like(above[..., :1]), above], -1)  # [B, S, 1 + W] index one depth above
@@ -201,20 +200,21 @@ class CURE:
         return torch.stack(chosen, -1), torch.stack(log_probs, -1)
 
     def _affordable(self, key: Tensor, reach: Tensor, own: Tensor, kept: Tensor, extra: int) -> Tensor:
-        """``key [B, S, W]`` without the nodes behind the point where expected tokens per cost are highest.
+        """``key [B, S, W]`` without the nodes over the budget or behind the point of highest expected tokens per cost.
 
         With n nodes added in order, a round commits ``1 + Phi + sum of their chances`` tokens for ``C_d + C_v(rows)``.
         The best n of all is taken, the smallest of equals; n = 0 is one of them.
         """
         S = own.shape[1]
-        curve = self._curve(S, extra, own)
         order = key.flatten(1).sort(dim=1, descending=True, stable=True).indices  # [B, N]
-        gain = reach.flatten(1).gather(1, order)[:, :extra].exp()
-        phi = (own.cumsum(1).exp() * kept).sum(1, keepdim=True)
-        expected = 1 + torch.cat([phi, phi + gain.cumsum(1)], 1)  # [B, 1 + extra]
-        added = torch.arange(expected.shape[1], device=own.device)
-        price = curve[kept.sum(1, keepdim=True) + added]  # rows - 1 draft nodes
-        count = (expected / price).argmax(1, keepdim=True)
+        count = extra
+        if self.cost != "free":
+            gain = reach.flatten(1).gather(1, order)[:, :extra].exp()
+            phi = (own.cumsum(1).exp() * kept).sum(1, keepdim=True)
+            expected = 1 + torch.cat([phi, phi + gain.cumsum(1)], 1)  # [B, 1 + extra]
+            added = torch.arange(expected.shape[1], device=own.device)
+            price = self._curve(S, extra, own)[kept.sum(1, keepdim=True) + added]  # rows - 1 draft nodes
+            count = (expected / price).argmax(1, keepdim=True)
         index = torch.arange(order.shape[1], device=own.device).expand_as(order)
         place = torch.empty_like(order).scatter(1, order, index)
         return torch.where((place < count).view_as(key), key, NEVER)
