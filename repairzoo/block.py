@@ -66,7 +66,8 @@ def make_pool(logits: Tensor, size: int) -> Pool:
     """
     logits = logits.float()
     top = logits.argmax(-1, keepdim=True)  # [B, S, 1], first of equals
-    rest = logits.scatter(-1, top, float("-inf")).topk(size - 1, dim=-1).indices  # [B, S, K-1]
+    others = logits.clamp_min(torch.finfo(logits.dtype).min)  # else candidate 0 ties with excluded ones
+    rest = others.scatter(-1, top, float("-inf")).topk(size - 1, dim=-1).indices  # [B, S, K-1]
     ids = torch.cat([top, rest], -1)
     return Pool(ids, logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True))
 

@@ -350,3 +350,11 @@ def test_without_correctors_the_graph_does_not_grow_with_the_slots():
 
     assert size(2, False) == size(9, False)
     assert size(2, True) == size(9, True)
+
+
+def test_a_pool_holds_no_token_twice_even_among_excluded_ones():
+    logits = torch.full((1, 1, 6), float("-inf"))
+    logits[0, 0, 4] = 1.0
+    pool = make_pool(logits, 6)
+    assert pool.ids[0, 0, 0] == 4
+    assert sorted(pool.ids[0, 0].tolist()) == list(range(6))
