@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from repairzoo.bench.measure import _read_done
 from repairzoo.bench.report import markdown, pooled_tau, ratios, read_raw, same_tokens
 from repairzoo.errors import InvalidInput
+from repairzoo.registry import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -81,3 +83,15 @@ def test_a_run_killed_inside_a_line_measures_that_cell_again(tmp_path: Path) -> 
     path.write_text(whole + json.dumps(row("other", [2], 1.0))[:30])
     assert _read_done(path) == {("s", "0", "dflash", 0)}
     assert path.read_text() == whole
+
+
+def measured_pairs():
+    return [pair for pair in registry().pairs if pair.figures]
+
+
+@pytest.mark.parametrize("pair", measured_pairs(), ids=lambda p: p.names())
+def test_figures_of_the_registry_are_those_of_their_raw_file(pair) -> None:
+    _, rows = read_raw(ROOT / pair.figures["raw"])
+    cell = pair.backbone if pair.head == "none" else f"{pair.backbone}+{pair.head}"
+    assert pair.figures["tau"] == round(pooled_tau(r for r in rows if r["cell"] == cell), 2)
+    assert pair.figures["speedup"] == round(statistics.median(ratios(rows, cell)), 2)
