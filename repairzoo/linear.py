@@ -65,8 +65,7 @@ class Int8Linear:
 
     For drafts alone: it moves a quarter of the bytes, and a rounded draft can only cost acceptance, since the target
     verifies it in full precision. Inputs share one scale over all rows of a call, so a row's draft depends (slightly)
-    on
-    the rows beside it; what must be reproducible row by row uses :class:`Linear`.
+    on the rows beside it; what must be reproducible row by row uses :class:`Linear`.
 
     Args:
         weights, biases: as for :class:`Linear`; read once, not kept.

@@ -11,7 +11,7 @@ import torch
 
 from repairzoo.artifact import check_fit, fingerprint, read_config
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
-from repairzoo.registry import HUB_PREFIX, Entry, registry
+from repairzoo.registry import HUB_PREFIX, registry
 from repairzoo.resolve import resolve
 from repairzoo.target import Target
 
@@ -39,7 +39,7 @@ def load_backbone(
     else:
         folder = _folder(source, "backbone")
         entry = known.get("backbone", resolve(folder).kind)
-    return _class(entry).load(folder, device=device, dtype=dtype)
+    return entry.load().load(folder, device=device, dtype=dtype)
 
 
 def load_head(source: str | Path, *, backbone: str = "dflash", target: str = "smollm2-135m") -> Any:
@@ -54,11 +54,11 @@ def load_head(source: str | Path, *, backbone: str = "dflash", target: str = "sm
     """
     known = registry().entries["head"].get(str(source))
     if known is not None and known.weightless:
-        return _class(known)()
+        return known.load()()
     if str(source) == "none":
         raise InvalidInput("head 'none' is the absence of a head: there is nothing to load")
     folder = _head_folder(source, backbone, target)
-    return _class(registry().get("head", read_config(folder)["kind"])).load(folder)
+    return registry().get("head", read_config(folder)["kind"]).load().load(folder)
 
 
 def bound_backbone(source: Any, target: Target) -> Any:
@@ -111,7 +111,7 @@ def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
         kind = getattr(backbone, "kind", "custom")
         for name in names:
             if registry().get("head", name).weightless:
-                yield _class(registry().get("head", name))()
+                yield registry().get("head", name).load()()
             elif name != "none":
                 yield _bind_head(_head_folder(name, kind, target_name(target)), target, backbone)
     else:
@@ -136,7 +136,7 @@ def _bind_head(folder: Path, target: Target, backbone: Any) -> Any:
     )
     for note in notes:
         warnings.warn(note, stacklevel=4)
-    head = _class(registry().get("head", config["kind"])).load(folder).to(target.device)
+    head = registry().get("head", config["kind"]).load().load(folder).to(target.device)
     head.bind(target.embedding, target.output_weight)
     return head
 
@@ -184,7 +184,3 @@ def _local(source: str | Path) -> Path:
     if not Path(source).is_dir():
         raise InvalidArtifact(f"{source}: there is no such folder")
     return Path(source)
-
-
-def _class(entry: Entry) -> Any:
-    return entry.load()

@@ -50,7 +50,7 @@ class Entry:
     source: str
     fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def load(self) -> type:
+    def load(self) -> Any:
         """Import the class.
 
         Raises:

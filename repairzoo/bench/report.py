@@ -48,12 +48,6 @@ def ratios(rows: Sequence[Row], cell: str) -> list[float]:
     return out
 
 
-def slot_acceptance(rows: Sequence[Row], slots: int) -> list[float]:
-    """Share of rounds that committed at least ``i + 1`` draft tokens."""
-    lengths = [a - 1 for r in rows for a in r["accepted"]]
-    return [sum(n > i for n in lengths) / len(lengths) if lengths else 0.0 for i in range(slots)]
-
-
 def same_tokens(rows: Sequence[Row], cell: str) -> tuple[int, int]:
     """Prompts where the cell gave plain decoding's tokens, of how many."""
     base = {(r["suite"], r["id"], r["repeat"]): r["tokens"] for r in rows if r["cell"] == BASELINE}
