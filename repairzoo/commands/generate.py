@@ -1,0 +1,147 @@
+"""``repairzoo generate``: answer a prompt, and say what the decoding did."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from repairzoo.commands.shared import Dtype, Json, print_json, reporting
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
+    backbone: Annotated[str, typer.Option(help="Backbone: a registry name or a folder.")] = "dflash",
+    head: Annotated[str, typer.Option(help="Head: a name, names joined by +, a folder, none.")] = "dels",
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Budget of new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set with this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this likely relative to the best.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
+    tree: Annotated[int | None, typer.Option(help="Verify a tree of this many nodes instead of a chain.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw", help="Apply the chat template, or continue the text.", show_default="chat if there is one"
+        ),
+    ] = None,
+    compare: Annotated[bool, typer.Option(help="Also decode plainly, and compare speed and tokens.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Answer a prompt, streaming its text, and say what the decoding did."""
+    with reporting(as_json):
+        text = sys.stdin.read() if prompt == "-" else prompt
+        import torch  # here, and not above: --help must answer at once
+
+        import repairzoo
+
+        zoo = repairzoo.build(
+            backbone,
+            head=head,
+            target=target,
+            device=device,
+            dtype=None if dtype is None else getattr(torch, dtype.value),
+            tree=tree,
+        )
+        options = {
+            "chat": chat,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+        }
+        if compare:  # the first pass of either loop pays for allocation
+            zoo.generate(text, **options, max_new_tokens=min(8, max_new_tokens))
+            repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=min(8, max_new_tokens))
+        pieces = []
+        for piece in zoo.stream(text, **options, max_new_tokens=max_new_tokens):
+            pieces.append(piece)
+            if not as_json:
+                print(piece, end="", flush=True)
+        out = zoo.last
+        plain = None
+        if compare:
+            plain = repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=max_new_tokens)
+        if as_json:
+            print_json(_as_dict(zoo, backbone, head, "".join(pieces), out, plain, temperature))
+        else:
+            print(flush=True)
+            for line in _report(zoo, backbone, head, out, plain, temperature):
+                print(line, file=sys.stderr)
+
+
+def _decode_speed(out: Any) -> float:
+    """Tokens per second of the decode loop: prefill, which yields the first token, is not in it."""
+    seconds = out.stats.decode_seconds
+    tokens = sum(len(ids) - 1 for ids in out.token_ids if ids)
+    return tokens / seconds if seconds > 0 else 0.0
+
+
+def _first_difference(left: list[int], right: list[int]) -> int | None:
+    if left == right:
+        return None
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def _comparison(out: Any, plain: Any, temperature: float) -> dict[str, Any]:
+    ours, theirs = _decode_speed(out), _decode_speed(plain)
+    result: dict[str, Any] = {
+        "tokens_per_second": ours,
+        "plain_tokens_per_second": theirs,
+        "ratio": ours / theirs if theirs > 0 else None,
+    }
+    if temperature == 0:  # above 0 the law is equal, not the draw
+        result["first_difference"] = _first_difference(out.token_ids[0], plain.token_ids[0])
+        result["identical"] = result["first_difference"] is None
+    return result
+
+
+def _as_dict(zoo: Any, backbone: str, head: str, text: str, out: Any, plain: Any, temperature: float) -> dict[str, Any]:
+    result = {
+        "text": text,
+        "token_ids": out.token_ids[0],
+        "finish_reason": out.finish_reason[0],
+        "stats": out.stats.as_dict(),
+        "backbone": backbone,
+        "head": head,
+        "target": {"name": zoo.target.name, "revision": zoo.target.revision, "source": zoo.target.source},
+    }
+    return result if plain is None else {**result, "compare": _comparison(out, plain, temperature)}
+
+
+def _report(zoo: Any, backbone: str, head: str, out: Any, plain: Any, temperature: float) -> list[str]:
+    stats = out.stats
+    rows = [
+        ("target", f"{zoo.target.name} ({zoo.target.source})"),
+        ("drafted by", backbone if head == "none" else f"{backbone} + {head}"),
+        ("tokens", f"{sum(map(len, out.token_ids))} in {stats.rounds} rounds, finish: {out.finish_reason[0]}"),
+        ("τ", f"{stats.tau:.2f} committed tokens per round"),
+    ]
+    if head != "none":
+        rows.append(("repaired", f"{sum(stats.repaired)} slots, {sum(stats.repairs_accepted)} of them committed"))
+    if plain is None:
+        rows.append(("speed", f"{_decode_speed(out):.1f} tokens/s"))
+    else:
+        versus = _comparison(out, plain, temperature)
+        ratio = "" if versus["ratio"] is None else f": {versus['ratio']:.2f} times as fast"
+        ours, theirs = versus["tokens_per_second"], versus["plain_tokens_per_second"]
+        rows.append(("speed", f"{ours:.1f} tokens/s against {theirs:.1f} plain{ratio}"))
+        if temperature > 0:
+            rows.append(("same tokens", "not comparable above temperature 0: the law is the same, the draws are not"))
+        elif versus["identical"]:
+            rows.append(("same tokens", "yes, token for token"))
+        else:
+            where = f"no, from token {versus['first_difference']} on"
+            hint = "" if str(zoo.target.dtype) == "torch.float32" else f" (near ties differ in {zoo.target.dtype})"
+            rows.append(("same tokens", where + hint))
+    width = max(len(name) for name, _ in rows)
+    return ["", *(f"{name.ljust(width)}  {value}" for name, value in rows)]
