@@ -50,9 +50,12 @@ class KVCache:
             flat = buffer.flatten(0, 1)
             flat.index_copy_(0, flat_index(destination, buffer.shape[1]), flat.index_select(0, rows))
 
-    def select(self, rows: Tensor) -> KVCache:
-        """The cache of some rows of the batch, ``rows [B'] int64``."""
-        return KVCache([k[rows] for k in self.keys], [v[rows] for v in self.values])
+    def keep(self, rows: Tensor) -> None:
+        """Keep some rows of the batch, ``rows [B'] int64`` (a row may be named twice); a layer at a time, since two
+        whole caches may not fit in memory."""
+        for buffers in (self.keys, self.values):
+            for index, buffer in enumerate(buffers):
+                buffers[index] = buffer[rows]
 
 
 def flat_index(columns: Tensor, width: int) -> Tensor:

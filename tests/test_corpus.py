@@ -16,6 +16,7 @@ from repairzoo.errors import InvalidInput
 from repairzoo.train import corpus as module
 from repairzoo.train.corpus import (
     chat_ids,
+    features_file,
     load_prompts,
     plan_batches,
     read_corpus,
@@ -57,6 +58,36 @@ def test_stored_features_are_those_of_a_fresh_pass(folder):
         assert found.shape == (len(s) - 1, 3 * width)
         torch.testing.assert_close(found[:, :width].float(), expected[0, :-1], atol=2e-2, rtol=1e-2)
         torch.testing.assert_close(found[:, 2 * width :].float(), hidden[2][0, :-1], atol=2e-2, rtol=1e-2)
+
+
+def test_several_answers_share_the_reading_of_their_prompt(tmp_path):
+    """Each sampled answer has its own tokens, and the features of a fresh pass over them."""
+    toys.make_corpus(tmp_path, 24, name="warm", temperature=1.0, answers=3, batch=36)
+    sequences = read_corpus(tmp_path)
+    numbers = sorted(s.number for s in sequences)
+    assert numbers == sorted([i for i in range(24)] * 3)
+    together = {}
+    for s in sequences:
+        together.setdefault(s.number, []).append(s)
+    assert any(not torch.equal(g[0].ids, g[1].ids) for g in together.values())
+    corpus = toys.read(tmp_path)
+    for group in together.values():
+        for s in group:
+            assert torch.equal(s.ids[: s.prompt], group[0].ids[: s.prompt])
+    before = {s.shard: load_file(features_file(s.shard))["features"].clone() for s in sequences}
+    for shard in before:
+        features_file(shard).unlink()
+    write_features(toys.target(), tmp_path)
+    for shard, old in before.items():
+        new = load_file(features_file(shard))["features"]
+        torch.testing.assert_close(new.float(), old.float(), atol=2e-2, rtol=2e-2)
+    assert corpus.train
+
+
+@pytest.mark.parametrize("change", [{"answers": 2}, {"answers": 5, "temperature": 1.0}, {"answers": 0}])
+def test_several_answers_need_a_temperature_and_a_batch_they_divide(change):
+    with pytest.raises(InvalidInput, match="answers="):
+        toys.plan(**change)
 
 
 def test_a_corpus_of_tokens_gets_its_features_back(folder, tmp_path):

@@ -45,6 +45,7 @@ def corpus(
     max_new_tokens: Annotated[int, typer.Option(help="Longer answers are cut.")] = 256,
     max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are skipped.")] = 700,
     batch: Annotated[int, typer.Option(help="Answers at once.")] = 128,
+    answers: Annotated[int, typer.Option(help="Answers to each prompt, above temperature 0.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the order and of sampled answers.")] = 0,
     features: Annotated[bool, typer.Option(help="Store features; heads like dels need none.")] = True,
 ) -> None:
@@ -59,6 +60,7 @@ def corpus(
         max_new_tokens=max_new_tokens,
         max_prompt_tokens=max_prompt_tokens,
         batch=batch,
+        answers=answers,
         seed=seed,
         features=features,
     )

@@ -39,7 +39,7 @@ class CorpusPlan:
         taps: target layers whose outputs are stored.
         temperature: 0 for greedy answers.
         max_new_tokens, max_prompt_tokens: longer prompts are skipped, longer answers are cut.
-        batch: answers at once.
+        batch: answers at once. answers: how many a prompt, above temperature 0: they share the reading of the prompt.
         seed: of the order of the prompts and of sampled answers.
     """
 
@@ -51,15 +51,20 @@ class CorpusPlan:
     batch: int = 128
     seed: int = 0
     features: bool = True
+    answers: int = 1
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.+-]+", self.name):
             raise InvalidInput(f"the pass name {self.name!r} becomes part of file names: letters, digits and . _ + -")
-        for key in ("max_new_tokens", "max_prompt_tokens", "batch"):
+        for key in ("max_new_tokens", "max_prompt_tokens", "batch", "answers"):
             if getattr(self, key) < 1:
                 raise InvalidInput(f"{key}={getattr(self, key)}: give at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise InvalidInput(f"temperature={self.temperature}: give 0 (greedy) or more")
+        if self.answers > 1 and self.temperature == 0:
+            raise InvalidInput(f"answers={self.answers} at temperature 0: greedy answers would all be the same")
+        if self.batch % self.answers:
+            raise InvalidInput(f"batch={self.batch}: give a multiple of answers={self.answers}")
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -94,6 +99,7 @@ def load_prompts(path: Path) -> list[dict[str, str]]:
 
 def plan_batches(lengths: list[int], sources: list[str], plan: CorpusPlan) -> list[list[int]]:
     """Batches of prompt numbers: every batch of like lengths, every prefix of the batches a mix of all sources."""
+    size = plan.batch // plan.answers
     generator = torch.Generator().manual_seed(plan.seed)
     by_source: dict[str, list[int]] = {}
     for index in torch.randperm(len(lengths), generator=generator).tolist():
@@ -107,19 +113,19 @@ def plan_batches(lengths: list[int], sources: list[str], plan: CorpusPlan) -> li
     )
     order = [index for _, _, index in placed]
     batches = []
-    window = plan.batch * 4
+    window = size * 4
     for start in range(0, len(order), window):
         chunk = sorted(order[start : start + window], key=lambda i: lengths[i])
-        batches += [chunk[i : i + plan.batch] for i in range(0, len(chunk), plan.batch)]
+        batches += [chunk[i : i + size] for i in range(0, len(chunk), size)]
     return batches
 
 
 @torch.inference_mode()
 def answer(target: Target, prompts: list[list[int]], plan: CorpusPlan, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Answers to a batch of prompts.
+    """Answers to a batch of prompts, ``plan.answers`` of each, one prompt after the other.
 
     Returns:
-        for each prompt its ids (prompt, answer, end-of-text) and its features, one row for every id but the last.
+        for each answer its ids (prompt, answer, end-of-text) and its features, one row for every id but the last.
     """
     device = target.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -137,31 +143,39 @@ def answer(target: Target, prompts: list[list[int]], plan: CorpusPlan, seed: int
         stored[:, :width] = features
     generator = torch.Generator(device).manual_seed(seed)
     eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=device)
-    budget = lengths + plan.max_new_tokens
-    done_ids: list[Tensor] = [torch.empty(0)] * len(prompts)
-    done_features: list[Tensor] = [torch.empty(0)] * len(prompts)
-    alive = torch.arange(len(prompts), device=device)  # row of the running batch -> prompt
-    position = lengths.clone()
-    while len(alive):
+    alive = torch.arange(len(prompts) * plan.answers, device=device)  # row of the running batch -> answer
+    if plan.answers > 1:
+        copies = alive // plan.answers
+        ids, stored, logits, lengths = ids[copies], stored[copies], logits[copies], lengths[copies]
+        cache.keep(copies)
+    done_ids: list[Tensor] = [torch.empty(0)] * len(alive)
+    done_features: list[Tensor] = [torch.empty(0)] * len(alive)
+    position, budget = lengths.clone(), lengths + plan.max_new_tokens
+    finished = torch.zeros(len(alive), dtype=torch.bool, device=device)
+    while True:
         if plan.temperature > 0:
             token = torch.multinomial((logits / plan.temperature).softmax(-1), 1, generator=generator)[:, 0]
         else:
             token = logits.argmax(-1)
         rows = torch.arange(len(alive), device=device)
-        ids[rows, position] = token
-        position = position + 1
-        finished = torch.isin(token, eos) | (position >= budget)
-        if bool(finished.any()):
-            for row in finished.nonzero()[:, 0].tolist():
-                length = int(position[row])
-                done_ids[int(alive[row])] = ids[row, :length].cpu()
-                done_features[int(alive[row])] = stored[row, : length - 1].cpu()
+        place = torch.where(finished, position - 1, position)  # a finished row writes its last token again
+        token = torch.where(finished, ids[rows, place], token)
+        ids[rows, place] = token
+        position = place + 1
+        ended = ~finished & (torch.isin(token, eos) | (position >= budget))
+        for row in ended.nonzero()[:, 0].tolist():
+            length = int(position[row])
+            done_ids[int(alive[row])] = ids[row, :length].cpu()
+            done_features[int(alive[row])] = stored[row, : length - 1].cpu()
+        finished = finished | ended
+        # finished rows cost arithmetic, leaving them out costs a copy of everything: now and then
+        if int(finished.sum()) >= max(1, len(alive) // 8):
             keep = (~finished).nonzero()[:, 0]
+            if not len(keep):
+                return done_ids, done_features
             alive, position, budget, token = alive[keep], position[keep], budget[keep], token[keep]
-            ids, stored = ids[keep], stored[keep]
-            cache = cache.select(keep)
-            if not len(alive):
-                break
+            ids, stored, finished = ids[keep], stored[keep], finished[keep]
+            cache.keep(keep)
         at = (position - 1)[:, None]
         bound = min(-(-int(position.max()) // 32) * 32, capacity)
         mask = torch.arange(bound, device=device)[None, None] <= at[..., None]
@@ -169,7 +183,6 @@ def answer(target: Target, prompts: list[list[int]], plan: CorpusPlan, seed: int
         logits = target.logits(hidden[:, 0])
         if features is not None:
             stored[torch.arange(len(alive), device=device), position - 1] = features[:, 0].to(torch.bfloat16)
-    return done_ids, done_features
 
 
 def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, plan: CorpusPlan) -> None:
@@ -193,7 +206,8 @@ def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, pl
         raise InvalidInput(f"all {len(prompts)} prompts are longer than max_prompt_tokens={plan.max_prompt_tokens}")
     folder.mkdir(parents=True, exist_ok=True)
     manifest = _begin(target, folder, plan, prompts)
-    progress = tqdm(total=sum(map(len, batches)), desc=f"corpus pass {plan.name!r}", unit="answer")
+    total = sum(map(len, batches)) * plan.answers
+    progress = tqdm(total=total, desc=f"corpus pass {plan.name!r}", unit="answer")
     for number, batch in enumerate(batches):
         stem = f"{plan.name}-{number:04d}"
         tokens_file = folder / f"{stem}.tokens.safetensors"
@@ -206,8 +220,8 @@ def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, pl
                 {
                     "ids": torch.cat(ids).to(torch.int32),
                     "offsets": offsets,
-                    "prompt_lengths": torch.tensor([len(encoded[i]) for i in batch]),
-                    "prompts": torch.tensor(batch),
+                    "prompt_lengths": torch.tensor([len(encoded[i]) for i in batch]).repeat_interleave(plan.answers),
+                    "prompts": torch.tensor(batch).repeat_interleave(plan.answers),
                 },
                 tokens_file,
             )
@@ -215,7 +229,7 @@ def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, pl
         if tokens_file.name not in manifest["shards"]:
             manifest["shards"][tokens_file.name] = _describe(tokens_file)
             _write_manifest(folder, manifest)
-        progress.update(len(batch))
+        progress.update(len(batch) * plan.answers)
     progress.close()
 
 
@@ -244,7 +258,7 @@ def _begin(target: Target, folder: Path, plan: CorpusPlan, prompts: list[dict[st
     known = {key: manifest["target"].get(key) for key in identity} if manifest["target"] else identity
     if known != identity:
         raise InvalidInput(f"{folder} was answered by the target {known}, not by {identity}: give another folder")
-    begun = manifest["passes"].get(plan.name, options)
+    begun = {"answers": 1} | manifest["passes"].get(plan.name, options)  # older manifests state one answer by silence
     for key in options:
         if begun.get(key) != options[key]:
             raise InvalidInput(
