@@ -65,7 +65,7 @@ def test_several_answers_share_the_reading_of_their_prompt(tmp_path):
     toys.make_corpus(tmp_path, 24, name="warm", temperature=1.0, answers=3, batch=36)
     sequences = read_corpus(tmp_path)
     numbers = sorted(s.number for s in sequences)
-    assert numbers == sorted([i for i in range(24)] * 3)
+    assert numbers == sorted(list(range(24)) * 3)
     together = {}
     for s in sequences:
         together.setdefault(s.number, []).append(s)
