@@ -10,7 +10,8 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from repairzoo.safe_file import (
     canonical_json,
     parse_json,
     read_header,
+    read_json,
     read_safetensors,
     replacing,
     require_tensors,
@@ -33,6 +35,9 @@ SCHEMA = f"repairzoo-artifact-{SCHEMA_VERSION}"
 SLOT_CONVENTION = "anchor_plus_1"  # slot i (0-based) predicts the token at anchor position + 1 + i
 CONFIG_NAME, CARD_NAME = "config.json", "README.md"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# the only keys that may be unknown: whatever else a config holds may change what is computed
+INFO_KEYS = ("library_version", "licence", "training_data", "notes")
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # n: a config of version n -> one of n + 1
 
 
 def _count(least: int, *, nullable: bool = False) -> tuple[Any, str]:
@@ -75,6 +80,10 @@ COMMON_KEYS: dict[str, tuple[Any, str]] = {
 }
 
 
+def _backbone(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and _text(value.get("kind")))
+
+
 def check_config(config: object, where: str | Path = CONFIG_NAME, *, kind: str | None = None) -> dict[str, Any]:
     """Check the keys that every artifact states, and list every problem at once.
 
@@ -89,21 +98,97 @@ def check_config(config: object, where: str | Path = CONFIG_NAME, *, kind: str |
     """
     if not isinstance(config, dict):
         raise InvalidArtifact(f"{where}: a config is a JSON object, not {type(config).__name__}")
+    check_schema(config, where)
     problems = []
     for key, (valid, expected) in COMMON_KEYS.items():
         if key not in config:
             problems.append(f"the key {key!r} is missing (it holds {expected})")
         elif not valid(config[key]):
             problems.append(f"the key {key!r} is {config[key]!r}, expected {expected}")
+    if not _backbone(config.get("backbone")):
+        problems.append(f"the key 'backbone' is {config['backbone']!r}, expected an object with kind, or null")
     if not problems and config["padded_vocab_size"] < config["vocab_size"]:
         problems.append("the key 'padded_vocab_size' is smaller than 'vocab_size'")
     if problems:
         raise InvalidArtifact(
             f"{where}: {'; '.join(problems)}. Nothing is guessed: state it, or export the artifact again"
         )
+    check_info(config.get("info"), where)
     if kind is not None and config["kind"] != kind:
         raise IncompatibleArtifact(f"{where}: key 'kind' is {config['kind']!r}, not {kind!r}; load it as what it is")
     return config
+
+
+def check_schema(config: Mapping[str, Any], where: str | Path) -> None:
+    """Refuse a schema version that this version cannot read; a missing one is left to the caller.
+
+    Raises:
+        InvalidArtifact: with what to do about it.
+    """
+    version = config.get("schema_version", SCHEMA_VERSION)
+    if type(version) is int and version > SCHEMA_VERSION:
+        raise InvalidArtifact(
+            f"{where}: the key 'schema_version' is {version}, this version of repairzoo reads up to {SCHEMA_VERSION}: "
+            "update it (pip install -U repairzoo)"
+        )
+    if type(version) is int and version < SCHEMA_VERSION:
+        raise InvalidArtifact(
+            f"{where}: the key 'schema_version' is {version}, which nothing reads any more: convert the artifact with "
+            f"a version of repairzoo that writes {SCHEMA_VERSION}, or train it again"
+        )
+
+
+def upgraded(config: Any, where: str | Path) -> Any:
+    """A config of an older schema version, brought to this one step by step; any other as it is.
+
+    Raises:
+        InvalidArtifact: a step that no version of this package takes.
+    """
+    while isinstance(config, dict):
+        version = config.get("schema_version")
+        if type(version) is not int or version >= SCHEMA_VERSION:
+            break
+        if version not in UPGRADES:
+            check_schema(config, where)  # raises
+        try:
+            config = {**UPGRADES[version](dict(config)), "schema_version": version + 1}
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidArtifact(f"{where}: no sound config of schema version {version}: {error!r}") from error
+    return config
+
+
+def check_info(info: Any, where: str | Path) -> None:
+    """``info`` holds what changes nothing; keys that are unknown there are a warning, anywhere else an error.
+
+    Raises:
+        InvalidArtifact: it is no object.
+    """
+    if info is None:
+        return
+    if not isinstance(info, Mapping):
+        raise InvalidArtifact(f"{where}: the key 'info' must be an object, not {info!r}; remove it")
+    unknown = sorted(str(key) for key in info if key not in INFO_KEYS)
+    if unknown:
+        warnings.warn(f"{where}: unknown keys in 'info', which change nothing: {', '.join(unknown)}", stacklevel=3)
+
+
+def schema_of(metadata: Mapping[str, str], path: str | Path) -> int:
+    """The schema version that the metadata of a weights file state.
+
+    Raises:
+        InvalidArtifact: none, or one that this version does not read.
+    """
+    stated = metadata.get("schema") or ""
+    number = stated.removeprefix("repairzoo-artifact-")
+    if number == stated or not number.isdecimal() or not number.isascii() or len(number) > 9:
+        raise InvalidArtifact(
+            f"{path}: metadata key 'schema' is {metadata.get('schema')!r}, this version reads {SCHEMA!r}; "
+            "convert the weights or install the version that wrote them"
+        )
+    version = int(number)
+    if version not in UPGRADES:
+        check_schema({"schema_version": version}, f"{path}: metadata key 'schema'")
+    return version
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -177,6 +262,12 @@ def read_config(folder: str | Path, *, kind: str | None = None) -> dict[str, Any
     Raises:
         InvalidArtifact: no such folder or file, no valid JSON, or see :func:`check_config`.
     """
+    parsed, path = _parsed(folder)
+    return check_config(upgraded(parsed, path), path, kind=kind)
+
+
+def _parsed(folder: str | Path) -> tuple[Any, Path]:
+    """What ``config.json`` holds, as it is written, and its path."""
     folder = Path(folder)
     path = folder / CONFIG_NAME
     if not folder.is_dir():
@@ -184,7 +275,7 @@ def read_config(folder: str | Path, *, kind: str | None = None) -> dict[str, Any
         raise InvalidArtifact(f"{folder}: {what}; name the folder that holds {CONFIG_NAME} and the weights")
     if not path.is_file():
         raise InvalidArtifact(f"{path}: does not exist; an artifact states what it is in {CONFIG_NAME}")
-    return check_config(parse_json(path.read_bytes(), str(path)), path, kind=kind)
+    return read_json(path), path
 
 
 def load_artifact(
@@ -203,7 +294,8 @@ def load_artifact(
         kind: the method it must be of, or None for any.
 
     Returns:
-        the config, and the tensors by name on the CPU, in the dtypes of the file.
+        the config, without its informational part ``info``, and the tensors by name on the CPU, in the dtypes of the
+        file.
 
     Raises:
         InvalidArtifact: missing or damaged files (down to one flipped bit), another schema, a config that is not the
@@ -211,15 +303,12 @@ def load_artifact(
         IncompatibleArtifact: a sound artifact of another kind.
     """
     folder = Path(folder)
-    config = read_config(folder, kind=kind)
+    written, where = _parsed(folder)
+    config = check_config(upgraded(written, where), where, kind=kind)
     path = folder / weights_name
     metadata = read_header(path).metadata
-    if metadata.get("schema") != SCHEMA:
-        raise InvalidArtifact(
-            f"{path}: metadata key 'schema' is {metadata.get('schema')!r}, this version reads {SCHEMA!r}; "
-            "convert the weights or install the version that wrote them"
-        )
-    if metadata.get("config_sha256") != config_hash(config):
+    schema_of(metadata, path)
+    if metadata.get("config_sha256") != config_hash(written):
         raise InvalidArtifact(
             f"{folder}: {CONFIG_NAME} is not the config that {weights_name} was written with (metadata key "
             "'config_sha256'); restore it, or save the artifact again"
@@ -231,7 +320,7 @@ def load_artifact(
         )
     if expected is not None:
         require_tensors(tensors, expected, path)
-    return config, tensors
+    return {key: value for key, value in config.items() if key != "info"}, tensors
 
 
 def check_fit(
@@ -240,6 +329,7 @@ def check_fit(
     target_id: str,
     vocab_size: int,
     hidden_size: int,
+    padded_vocab_size: int | None = None,
     revision: str | None = None,
     fingerprint: str | None = None,
     backbone: str | None = None,
@@ -258,9 +348,13 @@ def check_fit(
     Args:
         config: a checked config (:func:`check_config`).
         target_id, revision, fingerprint: of the target in use; None where unknown.
-        vocab_size, hidden_size: of the target in use; its real or its padded vocabulary.
-        backbone, block_size, mask_token_id, tapped_layers: of the backbone in use; None is not compared. Each is
-            compared only where the artifact states it (a head that reads no features has no tapped layers).
+        vocab_size, hidden_size: of the target in use; its real or, without ``padded_vocab_size``, its padded
+            vocabulary.
+        padded_vocab_size: rows of the target's embedding; None is not compared.
+        backbone, mask_token_id, tapped_layers: of the backbone in use; None is not compared. Each is compared only
+            where the artifact states it (a head that reads no features has no tapped layers).
+        block_size: tokens that the backbone drafts at once, anchor included; None is not compared. At most those of
+            the artifact's training. An artifact of blocks of 2 was trained on pairs, which any block is made of.
         slot_convention: of the block in use.
         where: named in the error.
 
@@ -271,7 +365,9 @@ def check_fit(
         IncompatibleArtifact: lists every key that does not fit, with both values.
     """
     target = config["target"]
-    same = fingerprint is not None and fingerprint in (target.get("fingerprint"), target["revision"])
+    stated = target.get("fingerprint")
+    same = fingerprint is not None and fingerprint in (stated, target["revision"])
+    other_hash = stated is not None and fingerprint is not None and not same
     problems, notes = [], []
 
     def compare(key: str, mine: object, theirs: object) -> None:
@@ -280,11 +376,18 @@ def check_fit(
 
     if not same:
         compare("target.id", target["id"], target_id)
-    if vocab_size not in (config["vocab_size"], config["padded_vocab_size"]):
-        compare("vocab_size", config["vocab_size"], vocab_size)
+        if problems and other_hash:
+            compare("target.fingerprint", stated, fingerprint)
+    real, padded, pool = config["vocab_size"], config["padded_vocab_size"], config["pool_size"]
+    if vocab_size != real and (padded_vocab_size is not None or vocab_size != padded):
+        compare("vocab_size", real, vocab_size)
+    compare("padded_vocab_size", padded, padded_vocab_size)
     compare("hidden_size", config["hidden_size"], hidden_size)
     compare("backbone.kind", (config.get("backbone") or {}).get("kind"), backbone)
-    compare("block_size", config["block_size"], block_size)
+    if block_size is not None and block_size > config["block_size"] > 2:
+        compare("block_size", config["block_size"], block_size)
+    if pool is not None and pool > vocab_size:
+        problems.append(f"pool_size is {pool!r} but here there are {vocab_size} tokens to choose from")
     compare("mask_token_id", config["mask_token_id"], mask_token_id)
     compare("tapped_layers", config["tapped_layers"], None if tapped_layers is None else list(tapped_layers))
     compare("slot_convention", config["slot_convention"], slot_convention)
@@ -293,7 +396,6 @@ def check_fit(
             f"{where}: this {config['kind']} artifact does not fit: {'; '.join(problems)}. "
             f"It was made for {target['id']}; use it with that, or choose or train one for {target_id}"
         )
-    other_hash = target.get("fingerprint") is not None and fingerprint is not None and not same
     other_commit = target["revision"] is not None and revision is not None and target["revision"] != revision
     if other_hash or (other_commit and not same):
         notes.append(

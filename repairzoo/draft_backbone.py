@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from repairzoo import statement
+from repairzoo.artifact import fingerprint
 from repairzoo.block import HISTORY, Corrector, DraftBlock
 from repairzoo.draft_config import DTYPES, DraftConfig
 from repairzoo.draft_files import CONFIG, INDEX, WEIGHTS, read_weights, write_weights
 from repairzoo.draft_layers import DraftCache, Trunk, wide
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.linear import Int8Linear, Linear
-from repairzoo.safe_file import parse_json, replacing
+from repairzoo.safe_file import read_header, read_json, replacing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -259,6 +261,13 @@ class BlockBackbone(Trunk):
         """
         folder = Path(folder)
         config = cls.read_config(folder)
+        weights = folder / WEIGHTS
+        if weights.is_file() and config.num_hidden_layers > len(read_header(weights).tensors):
+            raise InvalidArtifact(
+                f"{folder}: key 'num_hidden_layers' is {config.num_hidden_layers}, more than {WEIGHTS} has tensors; "
+                "use config and weights of one release"
+            )
+        statement.check_weights(config.published, weights)
         with torch.device("meta"):
             model = cls(config)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -299,7 +308,30 @@ class BlockBackbone(Trunk):
         path = Path(folder) / CONFIG
         if not path.is_file():
             raise InvalidArtifact(f"{path}: no such file; a {cls.kind} folder holds {CONFIG} and {WEIGHTS}")
-        return cls.config_type.from_dict(parse_json(path.read_bytes(), str(path)), str(path))
+        raw = read_json(path)
+        try:
+            config = cls.config_type.from_dict(raw, str(path))
+        except (
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+        ) as error:  # a list where a name belongs, and the like
+            raise InvalidArtifact(f"{path}: no sound config of a {cls.kind}: {error!r}") from error
+        statement.check(config, cls.kind, cls._first_slot(config), path)
+        return config
+
+    @classmethod
+    def _first_slot(cls, config: DraftConfig) -> int:
+        """``first_slot`` of a draft with this config."""
+        return cls.first_slot
+
+    def state_target(self, target: Any) -> Self:
+        """State which target this draft is made for (a ``Target``); :meth:`save` writes it, and loading compares it."""
+        made_for = {"id": target.name, "revision": target.revision, "fingerprint": fingerprint(target.model)}
+        stated = statement.make(self.kind, self.first_slot, target.output_weight.shape[0], made_for)
+        self.config.published[statement.KEY] = stated
+        return self
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``config.json`` and ``model.safetensors``, each by a temporary name; ``load`` reads the same draft.
@@ -317,6 +349,8 @@ class BlockBackbone(Trunk):
         if self.dtype != self.config.dtype:
             name = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
             published |= {key: name for key in ("dtype", "torch_dtype") if key in published}
-        write_weights(folder / WEIGHTS, self._file_tensors())
+        if statement.KEY in published:  # a trunk's, where the draft began with another kind's
+            published[statement.KEY] |= {"kind": self.kind, "first_slot": self.first_slot}
+        write_weights(folder / WEIGHTS, self._file_tensors(), statement.metadata(published))
         with replacing(folder / CONFIG) as file:
             file.write((json.dumps(published, indent=2, allow_nan=False) + "\n").encode())

@@ -101,7 +101,7 @@ NOISE = frozenset((
     "decoder_start_token_id", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_decoder",
     "is_encoder_decoder", "label2id", "max_position_embeddings", "max_window_layers", "name_or_path", "num_anchors",
     "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "pruned_heads",
-    "return_dict", "sep_token_id", "task_specific_params", "tie_encoder_decoder", "tie_word_embeddings",
+    "repairzoo", "return_dict", "sep_token_id", "task_specific_params", "tie_encoder_decoder", "tie_word_embeddings",
     "tokenizer_class", "torchscript", "transformers_version", "use_bfloat16", "use_cache", "use_sliding_window",
 ))
 # fmt: on

@@ -78,9 +78,12 @@ def read_weights(
     return tensors, stored
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file by a temporary name, with a hash of its content that :func:`read_weights` checks."""
-    write_safetensors(path, tensors, {"format": "pt", HASH: tensors_hash(tensors)})
+def write_weights(path: Path, tensors: Mapping[str, Tensor], more: Mapping[str, str] | None = None) -> None:
+    """Write one safetensors file by a temporary name, with a hash of its content that :func:`read_weights` checks.
+
+    ``more`` is further metadata (:func:`repairzoo.statement.metadata`).
+    """
+    write_safetensors(path, tensors, {"format": "pt", HASH: tensors_hash(tensors), **(more or {})})
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

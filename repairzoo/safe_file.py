@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +27,8 @@ from repairzoo.errors import InvalidArtifact
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
 MAX_DIMENSION = 1 << 40
+MAX_JSON = 16_000_000  # bytes of a config or an index; real ones are a thousand times smaller
+MAX_DEPTH = 32
 FETCH = "fetch or write the file again"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -63,7 +65,7 @@ class Header:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """``json.loads`` that refuses duplicate keys, NaN and infinities.
+    """``json.loads`` that refuses duplicate keys, NaN, infinities (``1e999`` too) and nesting beyond ``MAX_DEPTH``.
 
     Raises:
         InvalidArtifact: with ``where`` (a file name, say) and what is wrong.
@@ -80,14 +82,60 @@ def parse_json(text: str | bytes, where: str) -> Any:
     def constant(name: str) -> float:
         raise InvalidArtifact(f"{where}: {name} is no JSON number; write a finite value")
 
+    def real(digits: str) -> float:
+        value = float(digits)
+        return value if isfinite(value) else constant(digits)
+
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=constant, parse_float=real)
     except InvalidArtifact:
         raise
     except (ValueError, RecursionError) as error:
         raise InvalidArtifact(f"{where}: not valid JSON ({error}); {FETCH}") from error
+    # whoever prints or hashes a value walks down it, and the interpreter's own limit is a crash there
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for inner in level if isinstance(inner, (dict, list)) for item in _items(inner)]
+        if not level:
+            return value
+    raise InvalidArtifact(f"{where}: nested more than {MAX_DEPTH} levels deep, so not valid JSON for this; {FETCH}")
+
+
+def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+def read_json(path: str | Path) -> Any:
+    """The value of a JSON file of ours, strictly parsed: also no integer beyond 64 bits and no broken Unicode.
+
+    Raises:
+        InvalidArtifact: no regular file, too large, or see :func:`parse_json`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InvalidArtifact(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; {FETCH}")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_JSON + 1)
+    except OSError as error:
+        raise InvalidArtifact(f"{path}: cannot be read: {error}") from error
+    if len(raw) > MAX_JSON:
+        raise InvalidArtifact(f"{path}: more than {MAX_JSON} bytes, so no config or index; {FETCH}")
+    value = parse_json(raw, str(path))
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, dict):
+            rest += [*item, *item.values()]
+        elif isinstance(item, list):
+            rest += item
+        elif isinstance(item, str) and not item.isascii() and any("\ud800" <= c <= "\udfff" for c in item):
+            raise InvalidArtifact(f"{path}: the text {item!r} holds half a character (a lone surrogate); {FETCH}")
+        elif isinstance(item, int) and not -(1 << 63) <= item < 1 << 63:
+            raise InvalidArtifact(f"{path}: an integer of more than 64 bits; {FETCH}")
+    return value
 
 
 def read_header(path: str | Path) -> Header:

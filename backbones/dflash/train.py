@@ -131,7 +131,7 @@ def plan(
     def save(folder: Path) -> None:
         stored = DFlash(config)
         stored.load_state_dict(draft.state_dict())
-        stored.to(torch.bfloat16).save(folder)
+        stored.to(torch.bfloat16).state_target(target).save(folder)
 
     facts = {
         "kind": "dflash",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from repairzoo.block import DraftBlock, Pool
 from repairzoo.draft_backbone import BlockBackbone
+from repairzoo.draft_config import DraftConfig
 from repairzoo.draft_layers import RMSNorm, wide
 
 from .config import DominoConfig
@@ -63,7 +64,7 @@ class Domino(BlockBackbone):
     def __init__(self, config: DominoConfig, *, seed: int | None = None):
         super().__init__(config)
         d, g, e = config.hidden_size, config.gru_hidden_dim, config.emb_dim
-        self.first_slot = 0 if config.shift_label else 1
+        self.first_slot = self._first_slot(config)
         self.prefix_gru = PrefixGRU(d, g)
         self.embed_proj = nn.Sequential(
             nn.Linear(d + g, e, bias=False), nn.SiLU(), nn.Linear(e, config.vocab_size, bias=False)
@@ -72,6 +73,11 @@ class Domino(BlockBackbone):
         self.bias_gate = nn.Sequential(nn.Linear(d, e), nn.SiLU(), nn.Linear(e, 1)) if config.use_bias_gate else None
         if seed is not None:
             self.initialise(seed)
+
+    @classmethod
+    def _first_slot(cls, config: DraftConfig) -> int:
+        assert isinstance(config, DominoConfig)
+        return 0 if config.shift_label else 1
 
     def initialise(self, seed: int) -> None:
         """A new draft: the trunk's matrices as DFlash's of that seed, and no correction yet (``W_2 = 0``)."""

@@ -204,7 +204,7 @@ def plan(
         tensors = {n: t.detach().to("cpu", stored.torch_dtype) for n, t in head.state_dict().items()}
         DRelay.from_config_and_tensors(stored, tensors).save(folder)
         if objective.joint:
-            backbone.save(folder / "backbone")
+            backbone.state_target(target).save(folder / "backbone")
 
     def finish(run: Recipe) -> list[dict[str, Any]]:
         batches = corpus.held_batches(run.batch, run.anchors, run.eval_sequences)

@@ -87,7 +87,7 @@ def draft_job(
     def save(folder: Path) -> None:
         stored = make()
         stored.load_state_dict(draft.state_dict())
-        stored.to(torch.bfloat16).save(folder)
+        stored.to(torch.bfloat16).state_target(target).save(folder)
 
     facts = {
         "kind": draft.kind,
