@@ -203,12 +203,22 @@ def run_processors(processors: Sequence[Any], row: int, history: Tensor, scores:
 
 
 class TextTrack:
-    """Text of one row as it grows: finds stop strings, and tells which part can no longer change."""
+    """Text of one row as it grows: finds stop strings, and tells which part can no longer change.
+
+    A token costs the decoding of a short window, however long the answer is. The window begins a few tokens early,
+    since some tokenizers treat the first token of a text in their own way.
+    """
+
+    _WINDOW = 64  # bytes that never become a character must not hold the text back for ever
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.ids: list[int] = []
         self.given = 0  # characters already streamed
+        self.begin = self.read = 0  # the window's first token, and the first whose text is not in ``settled``
+        self.settled = ""  # text of the tokens before ``read``
+        self.tail = ""  # text of the tokens from ``read`` on; it may end in an unfinished character
+        self.searched = 0  # no stop string begins before this character
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -216,21 +226,33 @@ class TextTrack:
     def push(self, token: int) -> bool:
         """Add a token; True when a stop string is complete."""
         self.ids.append(token)
-        return bool(self.stops) and self.cut(self.decode(self.ids)) is not None
+        known = len(self.decode(self.ids[self.begin : self.read]))
+        self.tail = self.decode(self.ids[self.begin :])[known:]
+        found = bool(self.stops) and self.cut() is not None
+        if not self.tail.endswith("\ufffd") or len(self.ids) - self.read >= self._WINDOW:
+            self.settled += self.tail
+            self.tail, self.begin, self.read = "", self.read, len(self.ids)
+        return found
 
-    def cut(self, text: str) -> int | None:
+    def cut(self) -> int | None:
         """Where the first stop string begins, or None."""
-        found = [at for at in (text.find(s) for s in self.stops) if at >= 0]
+        found = [at for at in (self.text.find(s, self.searched) for s in self.stops) if at >= 0]
+        if not found:
+            self.searched = max(0, len(self.settled) - max(map(len, self.stops), default=0))
         return min(found) if found else None
+
+    @property
+    def text(self) -> str:
+        return self.settled + self.tail
 
     def piece(self, final: bool) -> str:
         """Text that may be streamed now: neither an unfinished character nor the beginning of a stop string."""
-        text = self.decode(self.ids)
-        at = self.cut(text)
+        text = self.text
+        at = self.cut()
         if at is not None:
             text = text[:at]
         elif not final:
-            text = text[: len(text) - self._unsure(text)]
+            text = text[: len(text) - self._unsure(text[self.given :])]
         new = text[self.given :]
         self.given = max(self.given, len(text))
         return new
@@ -246,9 +268,8 @@ class TextTrack:
         return len(text) - len(whole) + held
 
     def final_text(self) -> str:
-        text = self.decode(self.ids)
-        at = self.cut(text)
-        return text if at is None else text[:at]
+        at = self.cut()
+        return self.text if at is None else self.text[:at]
 
 
 @dataclass(slots=True)

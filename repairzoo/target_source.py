@@ -1,4 +1,4 @@
-"""Where a target comes from: the Hub's cache, the Hub, the packaged weights, or a folder."""
+"""Where a target comes from: the Hub, its cache, the packaged weights, or a folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_target(
     """Load a causal LM and its tokenizer.
 
     Args:
-        source: None or the default's registry name or Hub id: Hub cache, Hub, packaged weights, in that order;
+        source: None or the default's registry name or Hub id: Hub, Hub cache, packaged weights, in that order;
             otherwise a folder, a registry name or a Hub id.
         revision: commit, tag or branch on the Hub. device, dtype: None chooses.
 
@@ -123,7 +123,7 @@ def _hub_folder(revision: str | None) -> tuple[str, str, str] | None:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "model*.safetensors", "merges.txt", "*.jinja"]
-    for local in (True, False):  # a complete snapshot in the cache needs no request
+    for local in (False, True):
         try:
             folder = snapshot_download(
                 HUB_ID, revision=revision, allow_patterns=patterns, local_files_only=local, etag_timeout=3

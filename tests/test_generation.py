@@ -205,6 +205,24 @@ def test_pieces_join_to_the_text_and_nothing_is_retracted(ids, stop):
     assert ended == bool(stop and stop in utf8_bytes().decode(ids))
 
 
+@given(ids=st.lists(st.integers(0, 4), min_size=1, max_size=200))
+@settings(deadline=None, max_examples=50)
+def test_text_is_the_decoding_of_all_tokens_at_the_cost_of_a_short_window(ids):
+    """Decoding the whole answer at every token would make long answers quadratic."""
+    asked = []
+
+    class Counting:
+        def decode(self, ids, **options):
+            asked.append(len(ids))
+            return utf8_bytes().decode(ids, **options)
+
+    track = TextTrack(Counting(), ["never at all"])
+    for token in ids:
+        assert not track.push(token)
+    assert track.final_text() == utf8_bytes().decode(ids)
+    assert max(asked) <= 2 * TextTrack._WINDOW
+
+
 def test_stream_starts_before_the_end_and_refuses_batches():
     target = with_text()
     zoo = perfect(target=target)[0]

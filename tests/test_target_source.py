@@ -109,5 +109,13 @@ def test_an_interrupted_download_is_no_snapshot_and_progress_stays_visible(tmp_p
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     assert target_source._hub_folder(None) is None
     (tmp_path / "tokenizer.json").write_text("{}")
+    assert target_source._hub_folder(None) == (str(tmp_path), tmp_path.name, "the Hub")
+
+    def offline(*_, local_files_only=False, **__):
+        if not local_files_only:
+            raise OSError("no network")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert target_source._hub_folder(None) == (str(tmp_path), tmp_path.name, "the Hub cache")
     assert not are_progress_bars_disabled()
