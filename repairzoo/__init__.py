@@ -19,6 +19,8 @@ _WHERE = {
     "Stats": "results",
     "Target": "target",
     "load_target": "target_source",
+    "Head": "pretrained",
+    "Backbone": "pretrained",
     "load_backbone": "load_parts",
     "load_head": "load_parts",
     "list_backbones": "registry",
@@ -31,6 +33,7 @@ _WHERE = {
     "InvalidArtifact": "errors",
     "IncompatibleArtifact": "errors",
     "UnsupportedTarget": "errors",
+    "HubError": "errors",
 }
 
 __all__ = [
@@ -41,6 +44,8 @@ __all__ = [
     "Stats",
     "Target",
     "load_target",
+    "Head",
+    "Backbone",
     "load_backbone",
     "load_head",
     "list_backbones",
@@ -53,11 +58,13 @@ __all__ = [
     "InvalidArtifact",
     "IncompatibleArtifact",
     "UnsupportedTarget",
+    "HubError",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from repairzoo.errors import (
+        HubError,
         IncompatibleArtifact,
         InvalidArtifact,
         InvalidInput,
@@ -66,6 +73,7 @@ if TYPE_CHECKING:
         UnsupportedTarget,
     )
     from repairzoo.load_parts import load_backbone, load_head
+    from repairzoo.pretrained import Backbone, Head
     from repairzoo.registry import info, list_backbones, list_heads, list_targets
     from repairzoo.results import Generation, Stats
     from repairzoo.target import Target

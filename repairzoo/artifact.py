@@ -257,13 +257,27 @@ def save_artifact(
 
 
 def read_config(folder: str | Path, *, kind: str | None = None) -> dict[str, Any]:
-    """The checked ``config.json`` of an artifact, without its weights.
+    """The checked ``config.json`` of an artifact, without its weights and without ``info``.
 
     Raises:
         InvalidArtifact: no such folder or file, no valid JSON, or see :func:`check_config`.
     """
     parsed, path = _parsed(folder)
-    return check_config(upgraded(parsed, path), path, kind=kind)
+    return _without_info(check_config(upgraded(parsed, path), path, kind=kind))
+
+
+def read_info(folder: str | Path) -> dict[str, Any]:
+    """The informational part ``info`` of an artifact's config; empty where there is none.
+
+    Raises:
+        InvalidArtifact: see :func:`read_config`.
+    """
+    parsed, path = _parsed(folder)
+    return dict(check_config(upgraded(parsed, path), path).get("info") or {})
+
+
+def _without_info(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "info"}
 
 
 def _parsed(folder: str | Path) -> tuple[Any, Path]:
@@ -320,7 +334,7 @@ def load_artifact(
         )
     if expected is not None:
         require_tensors(tensors, expected, path)
-    return {key: value for key, value in config.items() if key != "info"}, tensors
+    return _without_info(config), tensors
 
 
 def check_fit(

@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
+from repairzoo.commands.autotune import autotune
+from repairzoo.commands.bench import bench
 from repairzoo.commands.generate import generate
 from repairzoo.commands.info import show_info
 from repairzoo.commands.list import list_names
+from repairzoo.commands.pull import pull
+from repairzoo.commands.push import push
+from repairzoo.commands.report import report
 from repairzoo.commands.train import train
 
 app = typer.Typer(
@@ -23,6 +28,14 @@ app.command()(generate)
 app.command("list")(list_names)
 app.command("info")(show_info)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})(train)
+
+
+app.command()(push)
+app.command()(pull)
+
+app.command()(bench)
+app.command()(report)
+app.command()(autotune)
 
 
 def main() -> None:

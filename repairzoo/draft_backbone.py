@@ -20,6 +20,7 @@ from repairzoo.draft_files import CONFIG, INDEX, WEIGHTS, read_weights, write_we
 from repairzoo.draft_layers import DraftCache, Trunk, wide
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.linear import Int8Linear, Linear
+from repairzoo.pretrained import Backbone
 from repairzoo.safe_file import read_header, read_json, replacing
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Borrowed:
         return self
 
 
-class BlockBackbone(Trunk):
+class BlockBackbone(Backbone, Trunk):
     """A trunk with a slot convention and the target's embedding and output head.
 
     Subclasses set ``kind``, ``config_type`` and ``first_slot``, and add their own parameters and corrector.
@@ -118,7 +119,7 @@ class BlockBackbone(Trunk):
                 f"the draft was trained with a vocabulary of {c.vocab_size}, the target has {shapes}; use the draft "
                 "of this target, and its embedding as published (neither resized nor trimmed)"
             )
-        if num_layers is not None and num_layers != c.num_target_layers:
+        if num_layers is not None and c.num_target_layers not in (None, num_layers):
             raise IncompatibleArtifact(
                 f"the draft taps layers {list(self.tapped_layers)} of a target with {c.num_target_layers} layers; "
                 f"this target has {num_layers}"

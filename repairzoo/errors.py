@@ -26,3 +26,23 @@ class IncompatibleArtifact(RepairZooError, ValueError):
 
 class UnsupportedTarget(RepairZooError, NotImplementedError):
     """A target whose mathematics or cache this package cannot verify and roll back."""
+
+
+class DoesNotFit(RepairZooError, MemoryError):
+    """A run that needs more memory than the device has left; raised before anything is allocated."""
+
+
+class CaptureFailed(RepairZooError, RuntimeError):
+    """A round that cannot be captured into a graph; the message names the operation."""
+
+
+class HubError(RepairZooError, OSError):
+    """A repository of the Hub that cannot be read or written: not found, private, not reachable, interrupted, no room.
+
+    Attributes:
+        unreachable: whether the Hub itself did not answer, so that the same request may work later.
+    """
+
+    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from repairzoo.artifact import SCHEMA_VERSION, SLOT_CONVENTION, load_artifact, save_artifact
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact
+from repairzoo.pretrained import Head
 from repairzoo.safe_file import require_finite, require_tensors
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def is_real(value: Any) -> bool:
 class HeadConfig:
     """The keys that every head states; subclasses set ``kind``, add their own fields and extend ``checks``.
 
+    ``unstated`` names keys that a kind's ``config.json`` leaves out; they keep their defaults.
+
     Attributes:
         block_size: tokens of the trained block, anchor included: at most ``block_size - 1`` slots.
         pool_size: candidates per slot that the walk should offer.
@@ -46,6 +49,7 @@ class HeadConfig:
     """
 
     kind: ClassVar[str]
+    unstated: ClassVar[tuple[str, ...]] = ()
 
     block_size: int
     pool_size: int
@@ -103,7 +107,7 @@ class HeadConfig:
         data = {"schema_version": SCHEMA_VERSION, "kind": self.kind} | asdict(self)
         data["target"] = {key: data.pop(f"target_{key}") for key in ("id", "revision", "fingerprint")}
         data["backbone"] = None if self.backbone is None else {"kind": self.backbone}
-        return data
+        return {key: value for key, value in data.items() if key not in self.unstated}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> Self:
@@ -112,7 +116,7 @@ class HeadConfig:
         Raises:
             InvalidArtifact: names the key and ``source``.
         """
-        own = [f.name for f in fields(cls) if not f.name.startswith("target_")]
+        own = [f.name for f in fields(cls) if not f.name.startswith("target_") and f.name not in cls.unstated]
         expected = ["schema_version", "kind", *own, "target"]
         missing = [key for key in expected if key not in data]
         unknown = [key for key in data if key not in expected]
@@ -121,18 +125,25 @@ class HeadConfig:
                 f"{source}: missing keys {missing}, unknown keys {unknown}; a {cls.kind} config states exactly "
                 f"{', '.join(expected)}, and nothing is guessed"
             )
-        if data["schema_version"] != SCHEMA_VERSION or data["kind"] != cls.kind:
+        schema = data["schema_version"]
+        if schema != SCHEMA_VERSION or isinstance(schema, bool) or data["kind"] != cls.kind:
             raise InvalidArtifact(
-                f"{source}: schema_version {data['schema_version']!r}, kind {data['kind']!r}; expected "
-                f"{SCHEMA_VERSION}, {cls.kind!r}"
+                f"{source}: schema_version {schema!r}, kind {data['kind']!r}; expected {SCHEMA_VERSION}, {cls.kind!r}"
             )
-        target, backbone = data["target"], data["backbone"]
-        if not isinstance(target, Mapping) or set(target) != {"id", "revision", "fingerprint"}:
-            raise InvalidArtifact(f"{source}: target is {target!r}; expected an object with id, revision, fingerprint")
+        target, backbone = data["target"], data.get("backbone")
+        if not isinstance(target, Mapping) or not {"id", "revision"} <= set(target) <= {
+            "id",
+            "revision",
+            "fingerprint",
+        }:
+            raise InvalidArtifact(
+                f"{source}: target is {target!r}; expected an object with id, revision and, if known, fingerprint"
+            )
         if backbone is not None and (not isinstance(backbone, Mapping) or set(backbone) != {"kind"}):
             raise InvalidArtifact(f"{source}: backbone is {backbone!r}; expected an object with kind, or null")
         values = {key: data[key] for key in own} | {f"target_{key}": value for key, value in target.items()}
-        values["backbone"] = None if backbone is None else backbone["kind"]
+        if backbone is not None:
+            values["backbone"] = backbone["kind"]
         if isinstance(values["tapped_layers"], list):
             values["tapped_layers"] = tuple(values["tapped_layers"])
         try:
@@ -141,7 +152,7 @@ class HeadConfig:
             raise InvalidArtifact(f"{source}: {error}") from None
 
 
-class LearnedHead(nn.Module):
+class LearnedHead(Head, nn.Module):
     """A head whose state dict is its artifact. Subclasses set ``config_type`` and are correctors."""
 
     config_type: ClassVar[type[HeadConfig]]
@@ -152,10 +163,15 @@ class LearnedHead(nn.Module):
         """Candidates per slot that the walk should give this head."""
         return self.config.pool_size
 
+    @classmethod
+    def stored_dtype(cls, config: Any, name: str) -> torch.dtype:
+        """Of a tensor in the file; the config's unless a subclass keeps one wider."""
+        return config.torch_dtype
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Tensors to store, in the configured dtype, on the CPU."""
-        dtype = self.config.torch_dtype
-        return {n: t.detach().to("cpu", dtype).contiguous() for n, t in self.state_dict().items()}
+        stored = {n: self.stored_dtype(self.config, n) for n in self.state_dict()}
+        return {n: t.detach().to("cpu", stored[n]).contiguous() for n, t in self.state_dict().items()}
 
     @classmethod
     def from_config_and_tensors(
@@ -172,8 +188,9 @@ class LearnedHead(nn.Module):
             head = cls(config)  # type: ignore[call-arg]
         require_tensors(tensors, {n: tuple(t.shape) for n, t in head.state_dict().items()}, source)
         for name, tensor in tensors.items():
-            if tensor.dtype != config.torch_dtype:
-                raise InvalidArtifact(f"{source}: {name} is {tensor.dtype}; the config says {config.torch_dtype}")
+            stored = cls.stored_dtype(config, name)
+            if tensor.dtype != stored:
+                raise InvalidArtifact(f"{source}: {name} is {tensor.dtype}; the config says {stored}")
         require_finite(tensors, source)
         head.load_state_dict(dict(tensors), strict=True, assign=True)
         return head.requires_grad_(False).eval()
@@ -195,7 +212,7 @@ class LearnedHead(nn.Module):
         parsed = cls.config_type.from_dict(config, str(folder / "config.json"))
         return cls.from_config_and_tensors(parsed, tensors, folder / "head.safetensors")
 
-    def bind(self, embedding: Tensor, output_weight: Tensor) -> None:
+    def bind(self, embedding: Tensor, output_weight: Tensor) -> Any:
         """Check that a target fits: ``[V, D]`` input embedding and output head, real or padded vocabulary.
 
         Weights that are narrower than the target's are widened: half precision is slow where the target avoids it.

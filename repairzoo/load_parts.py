@@ -1,4 +1,4 @@
-"""Names and folders -> backbones and heads; what fits a target is bound to it."""
+"""Names, folders and Hub sources -> backbones and heads; what fits a target is bound to it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from repairzoo import hub, statement
 from repairzoo.artifact import check_fit, fingerprint, read_config
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.registry import HUB_PREFIX, registry
@@ -18,47 +19,102 @@ from repairzoo.target import Target
 
 def load_backbone(
     source: str | Path,
+    revision: str | None = None,
     *,
     target: str = "smollm2-135m",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Any:
     """A backbone, not yet bound to a target.
 
     Args:
-        source: a registry name (with its weights for ``target``, likewise a name) or a folder in a published format.
+        source: a registry name (with its weights for ``target``, likewise a name), a folder in a published format, or
+            a Hub repository in one: ``owner/name`` or ``hf:owner/name@revision``.
+        revision: of a Hub repository: a branch, a tag or, safest, a commit.
         device, dtype: None keeps the CPU and the file's dtype.
+        options: of a Hub source: ``token``, ``cache_dir``, ``local_files_only``, ``force_download``.
 
     Raises:
-        UnknownName, InvalidArtifact, IncompatibleArtifact.
+        UnknownName, InvalidArtifact, IncompatibleArtifact, HubError.
     """
     known = registry()
     if str(source) in known.entries["backbone"]:
         entry = known.get("backbone", str(source))
+        _no_revision(source, revision)
         folder = _local(known.weights(known.pair(str(source), "none", target), "backbone"))
-    else:
-        folder = _folder(source, "backbone")
-        entry = known.get("backbone", resolve(folder).kind)
-    return entry.load().load(folder, device=device, dtype=dtype)
+        with hub.blaming(folder):
+            return entry.load().load(folder, device=device, dtype=dtype)
+    folder = _folder(source, "backbone", revision, **options)
+    with hub.blaming(folder):
+        _refuse_kind(folder, "backbone")
+        return known.get("backbone", resolve(folder).kind).load().load(folder, device=device, dtype=dtype)
 
 
-def load_head(source: str | Path, *, backbone: str = "dflash", target: str = "smollm2-135m") -> Any:
+def load_head(
+    source: str | Path,
+    revision: str | None = None,
+    *,
+    backbone: str = "dflash",
+    target: str = "smollm2-135m",
+    **options: Any,
+) -> Any:
     """A head, not yet bound to a target.
 
     Args:
-        source: a registry name (with its weights for ``backbone`` and ``target``, where there is something to train) or
-            the folder of an artifact.
+        source: a registry name (with its weights for ``backbone`` and ``target``, where there is something to train),
+            the folder of an artifact, or a Hub repository: ``owner/name`` or ``hf:owner/name@revision``.
+        revision: of a Hub repository: a branch, a tag or, safest, a commit.
+        options: of a Hub source: ``token``, ``cache_dir``, ``local_files_only``, ``force_download``.
 
     Raises:
-        UnknownName, InvalidArtifact, IncompatibleArtifact.
+        UnknownName, InvalidArtifact, IncompatibleArtifact, HubError.
     """
     known = registry().entries["head"].get(str(source))
-    if known is not None and known.weightless:
-        return known.load()()
+    if known is not None:
+        _no_revision(source, revision)
+        if known.weightless:
+            return known.load()()
     if str(source) == "none":
         raise InvalidInput("head 'none' is the absence of a head: there is nothing to load")
-    folder = _head_folder(source, backbone, target)
-    return registry().get("head", read_config(folder)["kind"]).load().load(folder)
+    if known is not None:
+        folder = _head_folder(str(source), backbone, target)
+    else:
+        folder = _folder(source, "head", revision, **options)
+    with hub.blaming(folder):
+        _refuse_kind(folder, "head")
+        return registry().get("head", read_config(folder)["kind"]).load().load(folder)
+
+
+def load_folder(folder: str | Path) -> Any:
+    """Whatever a folder holds, a head or a backbone, strictly loaded.
+
+    Raises:
+        InvalidArtifact: neither, or not a sound one.
+    """
+    folder = Path(folder)
+    kind = hub.check_config_file(folder)["kind"]
+    part = "head" if kind in registry().entries["head"] else "backbone"
+    return registry().get(part, kind).load().load(folder)
+
+
+def _no_revision(source: str | Path, revision: str | None) -> None:
+    if revision is not None:
+        raise InvalidInput(
+            f"revision={revision!r}: {str(source)!r} is a name of the registry; give its repository's id"
+        )
+
+
+def _refuse_kind(folder: Path, part: str) -> None:
+    """Refuse a backbone where a head belongs, and the other way round, by name.
+
+    Raises:
+        InvalidArtifact: not a sound config of either. IncompatibleArtifact: of the other.
+    """
+    kind = hub.check_config_file(folder)["kind"]
+    other = "head" if part == "backbone" else "backbone"
+    if kind in registry().entries[other]:
+        raise IncompatibleArtifact(f"{folder}: holds the {other} {kind!r}, not a {part}; give it as {other}=")
 
 
 def bound_backbone(source: Any, target: Target) -> Any:
@@ -67,20 +123,63 @@ def bound_backbone(source: Any, target: Target) -> Any:
     if isinstance(source, (str, Path)):
         name = target_name(target) if str(source) in registry().entries["backbone"] else ""
         backbone = load_backbone(source, target=name, device=target.device, dtype=target.dtype)
+        _check_draft(backbone, target, str(source))
     if hasattr(backbone, "bind"):
         backbone.bind(target.embedding, target.output_weight, num_layers=target.num_layers, output=target.output)
     return backbone
 
 
+def located(backbone: Any, head: Any) -> tuple[Any, Any]:
+    """Both with folders in the place of folders and Hub sources, so that each source is resolved once.
+
+    Raises now, before anything is loaded, for a name, folder or repository that does not exist or holds something else.
+    """
+
+    def place(source: Any, part: str) -> Any:
+        if isinstance(source, (list, tuple)):
+            return [place(item, part) for item in source]
+        if not isinstance(source, (str, Path)):
+            return source
+        if part == "head" and isinstance(source, str) and not _is_path(source):
+            _names(source)
+            return source
+        if part == "backbone" and str(source) in registry().entries["backbone"]:
+            return source
+        folder = _folder(source, part)
+        with hub.blaming(folder):
+            _refuse_kind(folder, part)
+        return folder
+
+    return place(backbone, "backbone"), place(head, "head")
+
+
 def check_names(backbone: Any, head: Any) -> None:
-    """Raise now for a name or folder that does not exist, before anything is loaded."""
-    if isinstance(backbone, (str, Path)) and str(backbone) not in registry().entries["backbone"]:
-        _folder(backbone, "backbone")
-    for part in head if isinstance(head, (list, tuple)) else [head]:
-        if isinstance(part, Path) or (isinstance(part, str) and _is_path(part)):
-            _folder(part, "head")
-        elif isinstance(part, str):
-            _names(part)
+    located(backbone, head)
+
+
+def _check_draft(backbone: Any, target: Target, where: str) -> None:
+    """Hold a draft that states its target to the one in use; published drafts fit by shape (``bind``)."""
+    published = getattr(getattr(backbone, "config", None), "published", None) or {}
+    if statement.KEY in published:
+        _fit(statement.common(backbone.config, backbone.kind), target, where=where)
+
+
+def _fit(config: dict[str, Any], target: Target, where: str | Path, **more: Any) -> None:
+    """``check_fit`` against a target; what it notes is a warning."""
+    real, padded = target.output_weight.shape[0], target.vocab_size
+    notes = check_fit(
+        config,
+        target_id=target.name,
+        revision=target.revision,
+        fingerprint=fingerprint(target.model),
+        vocab_size=real,
+        padded_vocab_size=max(real, padded),
+        hidden_size=target.hidden_size,
+        where=where,
+        **more,
+    )
+    for note in notes:
+        warnings.warn(note, stacklevel=5)
 
 
 def _names(head: str) -> list[str]:
@@ -121,22 +220,18 @@ def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
 
 
 def _bind_head(folder: Path, target: Target, backbone: Any) -> Any:
-    config = read_config(folder)
-    notes = check_fit(
-        config,
-        target_id=target.name,
-        revision=target.revision,
-        fingerprint=fingerprint(target.model),
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        backbone=getattr(backbone, "kind", None),
-        mask_token_id=getattr(backbone, "mask_token_id", None),
-        tapped_layers=backbone.tapped_layers,
-        where=folder / "config.json",
-    )
-    for note in notes:
-        warnings.warn(note, stacklevel=4)
-    head = registry().get("head", config["kind"]).load().load(folder).to(target.device)
+    with hub.blaming(folder):
+        config = read_config(folder)
+        _fit(
+            config,
+            target,
+            folder / "config.json",
+            backbone=getattr(backbone, "kind", None),
+            block_size=backbone.slots + 1,
+            mask_token_id=getattr(backbone, "mask_token_id", None),
+            tapped_layers=backbone.tapped_layers,
+        )
+        head = registry().get("head", config["kind"]).load().load(folder).to(target.device)
     head.bind(target.embedding, target.output_weight)
     return head
 
@@ -157,10 +252,8 @@ def target_name(target: Target) -> str:
     return entry.name
 
 
-def _head_folder(source: str | Path, backbone: str, target: str) -> Path:
+def _head_folder(source: str, backbone: str, target: str) -> Path:
     known = registry()
-    if isinstance(source, Path) or _is_path(source):
-        return _folder(source, "head")
     known.get("head", source)
     return _local(known.weights(known.pair(backbone, source, target), "head"))
 
@@ -169,18 +262,19 @@ def _is_path(source: str) -> bool:
     return source.startswith((HUB_PREFIX, ".", "~")) or "/" in source
 
 
-def _folder(source: str | Path, kind: str) -> Path:
+def _folder(source: str | Path, kind: str, revision: str | None = None, **options: Any) -> Path:
+    """The folder of a path or a Hub source; a bare name that is neither is told what names there are."""
     if not str(source):
-        raise InvalidInput(f"{kind}='': give a name or a folder")
-    folder = Path(source).expanduser()
-    if isinstance(source, str) and not _is_path(source) and not folder.is_dir():
+        raise InvalidInput(f"{kind}='': give a name, a folder or a Hub id")
+    if isinstance(source, str) and not _is_path(source) and not Path(source).is_dir():
         registry().get(kind, source)  # raises, naming the nearest
-    return _local(source if str(source).startswith(HUB_PREFIX) else folder)
+    return hub.locate(source, revision, **options)
 
 
 def _local(source: str | Path) -> Path:
-    if str(source).startswith(HUB_PREFIX):
-        raise InvalidInput(f"{source}: this version reads folders only; download the repository and give its folder")
-    if not Path(source).is_dir():
-        raise InvalidArtifact(f"{source}: there is no such folder")
-    return Path(source)
+    """The folder of a pair's weights."""
+    if isinstance(source, str):
+        return hub.locate(source)
+    if not source.is_dir():
+        raise InvalidArtifact(f"{source}: there is no such folder; install repairzoo again")
+    return source

@@ -271,6 +271,9 @@ def list_heads(pattern: str = "*") -> list[str]:
 def info(name: str) -> dict[str, Any]:
     """Everything that is known about a target, backbone or head, and the pairs it is part of.
 
+    ``hf:owner/name@revision`` or a folder (with a slash in it) is told by its config and card alone
+    (:func:`repairzoo.hub.describe`).
+
     Returns:
         plain values, ready for JSON: ``kind``, ``name``, ``class`` (backbones and heads), the entry's own fields,
         ``source`` and ``pairs``; a pair whose weights are a folder says whether it is ``installed``.
@@ -278,6 +281,10 @@ def info(name: str) -> dict[str, Any]:
     Raises:
         UnknownName: with the nearest name and all there are.
     """
+    if name.startswith(HUB_PREFIX) or "/" in name:
+        from repairzoo.hub import describe
+
+        return describe(name)
     known = registry()
     entry = next((known.entries[kind][name] for kind in KINDS if name in known.entries[kind]), None)
     if entry is None:

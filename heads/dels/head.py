@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repairzoo.artifact import SCHEMA_VERSION, SLOT_CONVENTION, load_artifact, save_artifact
 from repairzoo.block import DraftBlock, Pool
-from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
+from repairzoo.errors import IncompatibleArtifact, InvalidInput
+from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int, is_real
 
 TABLE_BYTES = 256 * 2**20  # the vocabulary-wide table of GRU input gates is cached up to this size
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
 Prepared = tuple[()] | tuple[Tensor, Tensor]
 
 
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeLSConfig:
-    """What a DeLS head is; it validates itself and raises ``InvalidArtifact`` naming the key.
+class DeLSConfig(HeadConfig):
+    """What a DeLS head is. It reads no features and fits any backbone, so it states neither taps nor a backbone.
 
     Where the vectors that enter and leave the recurrence come from is stated, not inferred from tensor names:
     ``input_table`` is ``"target"`` (the frozen embedding, width ``hidden_size``), ``"factored"`` (the frozen embedding
     times ``down``, width ``input_rank``) or ``"vocabulary"`` (a table of the head's own, width ``input_rank``);
     ``output_table`` is ``"target"`` (``up`` followed by the frozen output head) or ``"vocabulary"`` (``readout``).
+
+    ``block_size`` is the longest training window, anchor included. ``dtype`` is that of the stored weights; the prior
+    is always float32.
     """
+
+    kind: ClassVar[str] = "dels"
+    unstated: ClassVar[tuple[str, ...]] = ("backbone",)
 
     # structure
     variant: str  # "gru" or "markov"
@@ -53,67 +47,35 @@ class DeLSConfig:
     beta: float = 0.3  # weight of the log unigram prior that is divided out
     pure_draft_prefix_len: int = 0  # this many first slots keep their scores; the GRU still consumes their tokens
     anchor_input: bool = True  # False: the first token consumed is that of slot 0 (the released decode loop)
-    # block and target
-    block_size: int  # longest training window, anchor included
-    slot_convention: str = SLOT_CONVENTION
-    mask_token_id: int | None = None  # not used by this head
-    tapped_layers: tuple[int, ...] | None = None  # not used by this head
-    pool_size: int | None = None  # None: any pool, or the whole vocabulary
-    vocab_size: int
-    padded_vocab_size: int
-    hidden_size: int
-    dtype: str = "float32"  # of the stored weights; the prior is always float32
-    target_id: str
-    target_revision: str | None = None
-    target_fingerprint: str | None = None  # ``repairzoo.artifact.fingerprint`` of its weights
+    pool_size: int | None = None  # pyright: ignore - None: any pool, or the whole vocabulary
 
-    def __post_init__(self) -> None:
+    def checks(self) -> list[Check]:
         markov = self.variant == "markov"
         factored = self.input_table != "target"
-        checks: list[tuple[str, bool, str]] = [
+        return [
+            *(check for check in HeadConfig.checks(self) if check[0] not in ("pool_size", "tapped_layers")),
             ("variant", self.variant in ("gru", "markov"), '"gru" or "markov"'),
-            ("rank", _is_int(self.rank, 1), "a positive integer"),
-            ("hidden", self.hidden is None if markov else _is_int(self.hidden, 1),
+            ("rank", is_int(self.rank, 1), "a positive integer"),
+            ("hidden", self.hidden is None if markov else is_int(self.hidden, 1),
              "null for Markov, the GRU width otherwise"),
             ("input_table", self.input_table in (("factored", "vocabulary") if markov
                                                  else ("target", "factored", "vocabulary")),
              '"factored" or "vocabulary"' + ("" if markov else ' or "target"')),
-            ("input_rank", _is_int(self.input_rank, 1) if factored else self.input_rank is None,
+            ("input_rank", is_int(self.input_rank, 1) if factored else self.input_rank is None,
              'a positive integer, or null with input_table "target"'),
             ("input_rank", not markov or self.input_rank == self.rank, "the rank, for Markov"),
             ("output_table", self.output_table in ("target", "vocabulary"), '"target" or "vocabulary"'),
             ("activation", self.activation in (("identity",) if markov else ("silu", "identity")),
              '"identity"' + ("" if markov else ' or "silu"')),
-            ("alpha", _is_real(self.alpha), "a finite number"),
-            ("beta", _is_real(self.beta), "a finite number"),
-            ("block_size", _is_int(self.block_size, 2), "an integer of at least 2"),
-            ("pure_draft_prefix_len", _is_int(self.pure_draft_prefix_len, 0), "a non-negative integer"),
+            ("alpha", is_real(self.alpha), "a finite number"),
+            ("beta", is_real(self.beta), "a finite number"),
+            ("pure_draft_prefix_len", is_int(self.pure_draft_prefix_len, 0), "a non-negative integer"),
             ("anchor_input", isinstance(self.anchor_input, bool), "true or false"),
             ("anchor_input", self.anchor_input is not False or self.pure_draft_prefix_len != 0,
              "true when pure_draft_prefix_len is 0: slot 0 has nothing but the anchor to look at"),
-            ("slot_convention", self.slot_convention == SLOT_CONVENTION, f'"{SLOT_CONVENTION}"'),
-            ("mask_token_id", self.mask_token_id is None or _is_int(self.mask_token_id, 0), "a token id or null"),
             ("tapped_layers", self.tapped_layers is None, "null (this head reads no target features)"),
-            ("pool_size", self.pool_size is None or _is_int(self.pool_size, 1), "a positive integer or null"),
-            ("vocab_size", _is_int(self.vocab_size, 1), "a positive integer"),
-            ("padded_vocab_size", _is_int(self.padded_vocab_size, 1)
-             and self.padded_vocab_size >= self.vocab_size, "an integer of at least vocab_size"),
-            ("hidden_size", _is_int(self.hidden_size, 1), "a positive integer"),
-            ("dtype", self.dtype in DTYPES, f"one of {sorted(DTYPES)}"),
-            ("target.id", isinstance(self.target_id, str) and self.target_id != "", "a Hub id or a folder name"),
-            ("target.revision", self.target_revision is None or isinstance(self.target_revision, str),
-             "a commit or null"),
-            ("target.fingerprint", self.target_fingerprint is None or isinstance(self.target_fingerprint, str),
-             "a hash or null"),
+            ("pool_size", self.pool_size is None or is_int(self.pool_size, 1), "a positive integer or null"),
         ]  # fmt: skip
-        for key, ok, expected in checks:
-            if not ok:
-                value = getattr(self, key.replace(".", "_"))
-                raise InvalidArtifact(f"dels config: {key} is {value!r}; expected {expected}")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every trained tensor (the prior, ``log_prior [V]`` float32, comes on top)."""
@@ -133,47 +95,6 @@ class DeLSConfig:
             shapes["readout"] = (self.vocab_size, self.rank)
         return shapes
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content of ``config.json``."""
-        data = {"schema_version": SCHEMA_VERSION, "kind": "dels"} | asdict(self)
-        data["target"] = {key: data.pop(f"target_{key}") for key in ("id", "revision", "fingerprint")}
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "config.json") -> DeLSConfig:
-        """The inverse of ``to_dict``. Strict: every key is required and no other is allowed.
-
-        Raises:
-            InvalidArtifact: names the key and ``source``.
-        """
-        own = [f.name for f in fields(cls) if not f.name.startswith("target_")]
-        expected = ["schema_version", "kind", *own, "target"]
-        for key in expected:
-            if key not in data:
-                raise InvalidArtifact(f"{source}: the key {key!r} is missing; nothing is guessed, so state it")
-        for key in data:
-            if key not in expected:
-                raise InvalidArtifact(f"{source}: unknown key {key!r}; a dels config holds {', '.join(expected)}")
-        if data["schema_version"] != SCHEMA_VERSION or isinstance(data["schema_version"], bool):
-            raise InvalidArtifact(
-                f"{source}: schema_version is {data['schema_version']!r}; this version reads {SCHEMA_VERSION}"
-            )
-        if data["kind"] != "dels":
-            raise InvalidArtifact(f"{source}: kind is {data['kind']!r}; expected 'dels'")
-        target = data["target"]
-        if not isinstance(target, Mapping) or not {"id", "revision"} <= set(target) <= {
-            "id",
-            "revision",
-            "fingerprint",
-        }:
-            raise InvalidArtifact(
-                f"{source}: target is {target!r}; expected an object with id, revision and, if known, fingerprint"
-            )
-        try:
-            return cls(**{k: data[k] for k in own}, **{f"target_{k}": v for k, v in target.items()})
-        except InvalidArtifact as error:
-            raise InvalidArtifact(f"{source}: {error}") from None
-
 
 @dataclass(slots=True)
 class _Bound:
@@ -187,7 +108,7 @@ class _Bound:
     readout: Tensor  # [V, R]
 
 
-class DeLS(nn.Module):
+class DeLS(LearnedHead):
     """The DeLS head, a corrector (``repairzoo.block.Corrector``): GRU or Markov local expert with a unigram prior.
 
     ``scores + alpha * local_logits - beta * log_prior`` (arXiv 2607.07409; the fusion of its two experts), where the
@@ -198,6 +119,9 @@ class DeLS(nn.Module):
         config: structure, fusion weights and the target it belongs to.
         generator: source of the initial weights.
     """
+
+    config_type = DeLSConfig
+    config: DeLSConfig
 
     down: nn.Parameter
     table: nn.Parameter
@@ -221,11 +145,6 @@ class DeLS(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
         self.register_buffer("log_prior", torch.zeros(config.vocab_size))
 
-    @property
-    def pool_size(self) -> int | None:
-        """Candidates per slot that the walk should give this head; None for the whole vocabulary."""
-        return self.config.pool_size
-
     def _apply(self, fn: Any, recurse: bool = True) -> DeLS:
         prior = self.log_prior
         super()._apply(fn, recurse)
@@ -238,58 +157,9 @@ class DeLS(nn.Module):
         """Set the prior from token counts ``[<= V]``; see ``log_prior_from_counts``."""
         self.log_prior.copy_(log_prior_from_counts(counts, self.config.vocab_size, smoothing))
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Tensors to store: those of ``config.shapes()`` in the configured dtype, and ``log_prior`` in float32."""
-        dtype = self.config.torch_dtype
-        tensors = {n: self.get_parameter(n).detach().to("cpu", dtype).contiguous() for n in self.config.shapes()}
-        return tensors | {"log_prior": self.log_prior.detach().to("cpu", torch.float32).contiguous()}
-
     @classmethod
-    def from_config_and_tensors(
-        cls, config: DeLSConfig | Mapping[str, Any], tensors: Mapping[str, Tensor], source: str = "head.safetensors"
-    ) -> DeLS:
-        """The head with exactly these weights.
-
-        Raises:
-            InvalidArtifact: a missing or unknown tensor, a wrong shape or dtype, a value that is not finite.
-        """
-        if not isinstance(config, DeLSConfig):
-            config = DeLSConfig.from_dict(config)
-        shapes = config.shapes() | {"log_prior": (config.vocab_size,)}
-        if missing := sorted(set(shapes) - set(tensors)):
-            raise InvalidArtifact(f"{source}: missing tensor {missing[0]!r}, which the config calls for")
-        if unknown := sorted(set(tensors) - set(shapes)):
-            raise InvalidArtifact(f"{source}: unknown tensor {unknown[0]!r}; expected {', '.join(sorted(shapes))}")
-        for name, shape in shapes.items():
-            tensor, dtype = tensors[name], torch.float32 if name == "log_prior" else config.torch_dtype
-            if tuple(tensor.shape) != shape:
-                raise InvalidArtifact(f"{source}: {name} has shape {list(tensor.shape)}; the config says {list(shape)}")
-            if tensor.dtype != dtype:
-                raise InvalidArtifact(f"{source}: {name} is {tensor.dtype}; the config says {dtype}")
-            if not tensor.isfinite().all():
-                raise InvalidArtifact(f"{source}: {name} holds a value that is not finite")
-        head = cls(config)
-        head.load_state_dict(dict(tensors), strict=True)
-        return head.eval()
-
-    def save(self, folder: str | Path, card: str | None = None) -> None:
-        """Write ``config.json``, ``head.safetensors`` and, if given, the card ``README.md`` into ``folder``."""
-        save_artifact(folder, self.config.to_dict(), self.state_tensors(), card)
-
-    @classmethod
-    def load(cls, folder: str | Path) -> DeLS:
-        """Read what ``save`` wrote.
-
-        Raises:
-            InvalidArtifact: a file that is missing or damaged, a config and weights that do not belong together.
-            IncompatibleArtifact: an artifact of another kind.
-        """
-        config, tensors = load_artifact(folder, kind="dels")
-        return cls.from_config_and_tensors(
-            DeLSConfig.from_dict(config, str(Path(folder) / "config.json")),
-            tensors,
-            str(Path(folder) / "head.safetensors"),
-        )
+    def stored_dtype(cls, config: DeLSConfig, name: str) -> torch.dtype:
+        return torch.float32 if name == "log_prior" else config.torch_dtype
 
     @torch.no_grad()
     def merged(self, embedding: Tensor, output_weight: Tensor) -> DeLS:
@@ -325,20 +195,11 @@ class DeLS(nn.Module):
         Raises:
             IncompatibleArtifact: the target has another vocabulary or hidden size than the config states.
         """
-        weights = [self.get_parameter(n) for n in self.config.shapes()]
-        key = tuple(
-            (t.data_ptr(), tuple(t.shape), t.dtype, t.device) for t in (embedding, output_weight)
-        ) + tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)  # fmt: skip
+        key = self._key(embedding, output_weight)
         if self._bound is not None and self._bound.key == key:
             return self._bound
-        c, dtype = self.config, weights[0].dtype
-        for name, tensor in (("input embedding", embedding), ("output head", output_weight)):
-            if tensor.shape[0] not in (c.vocab_size, c.padded_vocab_size) or tensor.shape[1] != c.hidden_size:
-                raise IncompatibleArtifact(
-                    f"dels head for {c.target_id}: the target's {name} is {list(tensor.shape)}, the head was made for "
-                    f"vocab_size {c.vocab_size} (padded {c.padded_vocab_size}) and hidden_size {c.hidden_size}; "
-                    "load a head for this target"
-                )
+        super().bind(embedding, output_weight)  # may widen the weights
+        key, c, dtype = self._key(embedding, output_weight), self.config, next(self.parameters()).dtype
         embedding, output_weight = embedding.detach()[: c.vocab_size], output_weight.detach()[: c.vocab_size]
         source, fold = embedding, None
         if c.input_table == "vocabulary":
@@ -354,6 +215,12 @@ class DeLS(nn.Module):
         readout = self.readout.detach() if c.output_table == "vocabulary" else self._fold(output_weight, self.up.T)
         self._bound = _Bound(key, embedding, output_weight, source, fold, readout)
         return self._bound
+
+    def _key(self, *tables: Tensor) -> tuple[Any, ...]:
+        """Changes when the head's weights or the target's tables do."""
+        return tuple((t.data_ptr(), tuple(t.shape), t.dtype, t.device) for t in tables) + tuple(
+            (w.data_ptr(), w.dtype, 0 if w.is_inference() else w._version) for w in self.parameters()
+        )
 
     def _fold(self, rows: Tensor, matrix: Tensor) -> Tensor:
         """``rows [V, D] @ matrix.T [D, X]`` in at least float32, in the dtype of the weights."""
