@@ -1,6 +1,6 @@
 """Write the tables of raw result files between the markers of a Markdown file, or print one file's tables.
 
-python benchmarks/tables.py benchmarks/results/FILE.jsonl      # print
+python benchmarks/tables.py benchmarks/results/FILE.jsonl      # print; repairzoo report makes the page with plots
 python benchmarks/tables.py --write README.md                  # every <!-- results: FILE --> ... <!-- end --> of it
 """
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from repairzoo.block import Corrector
+from repairzoo.capacity import Plan, plan
 from repairzoo.decode import Engine, refuse_beside_expander, split_heads
 from repairzoo.errors import IncompatibleArtifact, InvalidInput, UnsupportedTarget
 from repairzoo.generation import (
@@ -22,6 +23,7 @@ from repairzoo.generation import (
     speculate,
     streamed,
 )
+from repairzoo.graph import CudaGraphs, Graphs
 from repairzoo.inputs import prompt_ids
 from repairzoo.linear import int8_available
 from repairzoo.results import Generation
@@ -38,10 +40,17 @@ class Zoo:
         expander: the last of them if it makes a tree of the chain (CURE), or None.
         nodes: budget of a best-first tree, or None for a chain.
         proposal: ``"argmax"`` (deterministic, target-first) or ``"sampled"`` (p/q rule above temperature 0).
+        graphs: captured rounds and their buffers, kept between runs, or None where every operation runs by itself.
     """
 
     def __init__(
-        self, target: Target, backbone: Any, heads: tuple[Any, ...], nodes: int | None = None, proposal: str = "argmax"
+        self,
+        target: Target,
+        backbone: Any,
+        heads: tuple[Any, ...],
+        nodes: int | None = None,
+        proposal: str = "argmax",
+        graphs: Graphs | None = None,
     ) -> None:
         if proposal not in ("argmax", "sampled"):
             raise InvalidInput(f"proposal={proposal!r}: give 'argmax' or 'sampled'")
@@ -63,7 +72,9 @@ class Zoo:
             raise IncompatibleArtifact(
                 f"a head asks for {pool} candidates a slot, the vocabulary has {vocabulary} tokens"
             )
-        self.nodes, self.proposal = nodes, proposal
+        self.nodes, self.proposal, self.graphs = nodes, proposal, graphs
+        if graphs is not None:
+            graphs.sampled = proposal == "sampled"
         self.last: Generation | None = None
 
     def generate(
@@ -132,11 +143,28 @@ class Zoo:
             trim=(confidence > 0 or self.expander is not None) and self.target.device.type == "cpu",
         )
 
+    def memory(self, rows: int = 1, positions: int = 2048, **options: Any) -> Plan:
+        """What a run holds beside the weights, in bytes; nothing is allocated.
+
+        Args:
+            rows: prompts at once. positions: of the longest row, prompt and answer.
+            options: as in ``generate``; sampling needs more than greedy decoding.
+        """
+        engine = self.engine(make_request(self.target, [[0]] * rows, **options))
+        return plan(engine, rows, positions + engine.slack)
+
+    def warm_up(self, rows: int = 1, positions: int = 2048, **options: Any) -> None:
+        """Capture every round that runs of up to ``rows`` rows and ``positions`` positions replay, so that none of them
+        waits for a capture; without graphs there is nothing to do. Options as in ``generate``."""
+        if self.graphs is not None:
+            engine = self.engine(make_request(self.target, [[0]] * rows, **options))
+            self.graphs.warm_up(engine, rows, positions)
+
     def _request(self, inputs: Any, mask: Tensor | None, chat: bool | None, options: dict[str, Any]) -> Request:
         return make_request(self.target, prompt_ids(self.target, inputs, mask, chat), **options)
 
     def _run(self, request: Request) -> Iterator[Any]:
-        return speculate(self.engine(request), request)
+        return speculate(self.engine(request), request, self.graphs)
 
 
 def _pool_size(heads: tuple[Any, ...]) -> int | None:
@@ -189,8 +217,10 @@ def build(
     dtype: torch.dtype | str | None = None,
     tree: int | str | None = None,
     tune: Any = None,
+    block: int | None = None,
     proposal: str = "argmax",
     draft_int8: bool | None = None,
+    cuda_graphs: bool | str = "auto",
 ) -> Zoo:
     """Put a target, a backbone and heads together.
 
@@ -202,27 +232,36 @@ def build(
         device, dtype: of the target; None chooses (bfloat16 where the processor multiplies it natively).
         tree: None for a chain; a number of nodes for a best-first tree, or ``"best-first"`` for as many as the chain
             has.
-        tune: None; reserved for a calibration of this machine.
+        tune: ``"auto"`` takes what ``repairzoo autotune`` found fastest for this target on this machine, as far as
+            ``head``, ``tree`` and ``block`` leave it open (``head="none"`` asks for no head); a path names another
+            calibration file; None leaves everything as given.
+        block: rows of a drafted block, anchor included: from 2 to as many as the backbone was trained with (None).
         proposal: ``"argmax"`` or ``"sampled"`` (p/q rule above temperature 0).
         draft_int8: draft with 8-bit matrix products (CPU). They cost a little acceptance and save most of the draft's
             time; the output is the target's all the same. None: yes for backbones loaded here, unless they are sampled
             from (a row's law would depend on the rows beside it).
+        cuda_graphs: capture whole rounds into CUDA graphs. ``"auto"``: on a GPU, except for requests with logits
+            processors, which run on the host; True: those are refused; False: every operation by itself.
 
     Raises:
         UnknownName, InvalidArtifact, IncompatibleArtifact, UnsupportedTarget, InvalidInput.
     """
-    from repairzoo.load_parts import bound_backbone, bound_heads, check_names
+    if not isinstance(cuda_graphs, bool) and cuda_graphs != "auto":
+        raise InvalidInput(f"cuda_graphs={cuda_graphs!r}: give 'auto', True or False")
+    from repairzoo.load_parts import bound_backbone, bound_heads, located
 
-    if tune is not None:
-        raise InvalidInput(f"tune={tune!r}: this version keeps no calibration; give None")
     if (
         tree is not None
         and tree != "best-first"
         and (isinstance(tree, (bool, str)) or not isinstance(tree, int) or tree < 1)
     ):
         raise InvalidInput(f"tree={tree!r}: give None, 'best-first', or a number of nodes of at least 1")
-    check_names(backbone, head)  # before the target, which takes seconds
+    backbone, head = located(backbone, head)  # before the target, which takes seconds
     verifier = as_target(target, device, dtype)
+    if tune is not None:
+        from repairzoo.bench.tune import tuned
+
+        head, tree, block = tuned(tune, verifier, backbone, head=head, tree=tree, block=block)
     drafter = bound_backbone(backbone, verifier)
     lacking = [name for name in _BACKBONE if not hasattr(drafter, name)]
     if lacking:
@@ -230,6 +269,8 @@ def build(
             f"backbone={backbone!r} lacks {', '.join(lacking)}: give a registry name, a folder, or an object with the "
             "members that docs/protocols.md lists"
         )
+    if block is not None:
+        _shorten(drafter, backbone, block)
     top = max(drafter.tapped_layers, default=0)
     if top >= verifier.num_layers:
         raise IncompatibleArtifact(
@@ -246,4 +287,25 @@ def build(
     heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
     assert nodes is None or isinstance(nodes, int)
-    return Zoo(verifier, drafter, heads, nodes, proposal)
+    return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device))
+
+
+def _graphs(asked: bool | str, device: torch.device) -> Graphs | None:
+    if device.type == "cuda" and asked:
+        return Graphs(CudaGraphs(device), required=asked is True)
+    if asked is True:
+        raise InvalidInput(f"cuda_graphs=True: the target is on {device}; use 'auto', or device='cuda'")
+    return None
+
+
+def _shorten(drafter: Any, given: Any, block: int) -> None:
+    """Draft fewer rows than trained. A module that the caller keeps is left alone."""
+    trained = getattr(drafter, "block_size", None)
+    if trained is None:
+        raise InvalidInput(f"block={block!r}: {type(drafter).__name__} has no block_size; give None")
+    least = trained - drafter.slots + 1
+    if isinstance(block, bool) or not isinstance(block, int) or not least <= block <= trained:
+        raise InvalidInput(f"block={block!r}: this backbone drafts {least} to {trained} rows, anchor included")
+    if drafter is given and block != trained:
+        raise InvalidInput(f"block={block}: set block_size of the {type(drafter).__name__} that you pass")
+    drafter.block_size = block

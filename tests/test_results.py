@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from repairzoo.bench.measure import _read_done
+from repairzoo.bench.measure import key_of, read_lines
 from repairzoo.bench.report import markdown, pooled_tau, ratios, read_raw, same_tokens
 from repairzoo.errors import InvalidInput
 from repairzoo.registry import registry
@@ -81,7 +81,8 @@ def test_a_run_killed_inside_a_line_measures_that_cell_again(tmp_path: Path) -> 
     path = tmp_path / "raw.jsonl"
     whole = json.dumps({"manifest": {}}) + "\n" + json.dumps(row("dflash", [2], 1.0)) + "\n"
     path.write_text(whole + json.dumps(row("other", [2], 1.0))[:30])
-    assert _read_done(path) == {("s", "0", "dflash", 0)}
+    manifest, rows = read_lines(path)
+    assert manifest == {} and [key_of(r) for r in rows] == [("s", "0", "dflash", 0, 0.0, 1)]
     assert path.read_text() == whole
 
 

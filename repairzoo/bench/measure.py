@@ -1,138 +1,332 @@
-"""Measure: every cell on every prompt, interleaved in one process, one raw JSON line each.
+"""Measure: every cell on every prompt, interleaved in one process, one raw JSON line a prompt.
 
-The first line of a raw file is its manifest. A run that was interrupted continues where it stopped. Speed is only
-recorded beside the plain decoding of the same prompt, and whether the tokens are the same is recorded with it.
+The first line of a raw file is its manifest. A run that was interrupted continues where it stopped. A cell's tokens are
+compared with plain decoding's before anything is written; where they differ, the line says how near to a tie the target
+was there, and the report prints no speed over an answer that is wrong.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from repairzoo.bench.clock import RoundClock, synchronise
+from repairzoo.bench.machine import machine, target_facts
+from repairzoo.bench.others import first_difference, last_logits
+from repairzoo.bench.outcome import Outcome
+from repairzoo.bench.suites import Prompt
 from repairzoo.errors import InvalidInput
-from repairzoo.results import Generation
+from repairzoo.generation import Session, autoregress, make_request
+from repairzoo.inputs import prompt_ids
+from repairzoo.sampling import Law, Stream, uniform
 from repairzoo.target import Target
-from repairzoo.zoo import Zoo, autoregressive
+from repairzoo.zoo import Zoo
 
 BASELINE = "autoregressive"
+SCHEMA = 2
+Key = tuple[str, str, str, int, float, int]  # suite, id, cell, repeat, temperature, batch
+
+# Two tokens are tied where their logits differ by less than this share of the largest: a block and a single token take
+# different kernels, whose sums are ordered differently.
+TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all cells share in a comparison."""
+
+    temperature: float = 0.0
+    batch: int = 1
 
 
 @dataclass(slots=True)
 class Cell:
-    """One way to decode: a name and what runs it (None: plain decoding)."""
+    """One way to decode.
+
+    Attributes:
+        run: ``(prompt ids of a batch, options of generate) -> Outcome``.
+        zoo: what drafts, or None for plain decoding and for others.
+        greedy_only: batch 1 at temperature 0 only (others' loops).
+    """
 
     name: str
-    zoo: Zoo | None
+    run: Callable[[list[list[int]], dict[str, Any]], Outcome]
+    zoo: Zoo | None = None
+    greedy_only: bool = False
+
+    def serves(self, setting: Setting) -> bool:
+        if self.zoo is not None and self.zoo.proposal == "sampled" and setting.temperature == 0:
+            return False  # it is the argmax cell there
+        return not self.greedy_only or setting == Setting()
+
+    def comparable(self, setting: Setting) -> bool:
+        """Whether its tokens must be plain decoding's, token for token: target-first walks draw by position, too."""
+        return setting.temperature == 0 or self.zoo is None or self.zoo.proposal == "argmax"
 
 
-def run_cell(cell: Cell, target: Target, prompt: str, options: dict[str, Any]) -> Generation:
-    if cell.zoo is None:
-        return autoregressive(target, prompt, **options)
-    return cell.zoo.generate(prompt, **options)
+def plain_cell(target: Target) -> Cell:
+    def run(prompts: list[list[int]], options: dict[str, Any]) -> Outcome:
+        return timed(autoregress(target, make_request(target, prompts, **options)), target.device)
+
+    return Cell(BASELINE, run)
+
+
+def zoo_cell(name: str, zoo: Zoo) -> Cell:
+    def run(prompts: list[list[int]], options: dict[str, Any]) -> Outcome:
+        return timed(zoo._run(make_request(zoo.target, prompts, **options)), zoo.target.device)
+
+    return Cell(name, run, zoo)
+
+
+@torch.no_grad()
+def timed(runs: Iterator[Session], device: torch.device) -> Outcome:
+    """Run a session to its end, with the times of every stage of every round."""
+    session = next(runs)
+    synchronise(device)
+    prefill = session.clock.seconds.get("prefill", 0.0)
+    session.clock = clock = RoundClock(device)
+    began = time.perf_counter()
+    for session in runs:  # noqa: B007 - the last one is the result
+        clock.end_round()
+    rounds = clock.rounds()
+    wall = time.perf_counter() - began
+    out = session.result()
+    s = out.stats
+    first = [len(tokens) - sum(accepted) for tokens, accepted in zip(out.token_ids, s.accepted, strict=True)]
+    return Outcome(
+        tokens=out.token_ids,
+        finish=out.finish_reason,
+        accepted=s.accepted,
+        first=first,
+        seconds={"prefill": prefill, **clock.seconds},
+        wall=wall,
+        rounds=rounds,
+        drafted=s.drafted,
+        agreed=s.agreed,
+        repaired=s.repaired,
+        repairs_accepted=s.repairs_accepted,
+    )
 
 
 def measure(
     target: Target,
     cells: Sequence[Cell],
-    prompts: Sequence[dict[str, str]],
+    prompts: Sequence[Prompt],
     path: Path,
     *,
-    options: dict[str, Any],
-    manifest: dict[str, Any] | None = None,
+    settings: Sequence[Setting] = (Setting(),),
+    max_new_tokens: int = 128,
+    seed: int = 0,
     repeats: int = 1,
-    progress: Callable[[str], None] | None = None,
+    prefixes: int = 0,
+    oracle: int = 16,
+    manifest: dict[str, Any] | None = None,
 ) -> None:
-    """Append one line for every (prompt, cell, repeat) that ``path`` doesn't hold yet.
+    """Append one line for every prompt, cell, setting and repeat that ``path`` doesn't hold yet.
 
     Args:
-        prompts: rows with ``suite``, ``id`` and ``prompt``.
-        options: of ``generate``; the same for all cells.
+        settings: temperatures and batch sizes; plain decoding runs in each.
+        prefixes: prompts of each suite whose rounds are replayed (untimed) for native, selected and oracle prefixes.
+        oracle: candidates a slot of the oracle.
         manifest: further entries of the first line.
+
+    Raises:
+        InvalidInput: equal cell names, or a file that was begun with other options.
     """
     if len({cell.name for cell in cells}) != len(cells):
         raise InvalidInput("cells need different names")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not prompts or repeats < 1 or any(s.batch < 1 for s in settings):
+        raise InvalidInput("a measurement needs prompts, at least one repeat and batches of at least one row")
+    options = {"max_new_tokens": max_new_tokens, "seed": seed}
     head = {
-        "manifest": {
-            **machine(),
-            "target": {"id": target.name, "revision": target.revision, "source": target.source},
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "options": options,
-            "repeats": repeats,
-            "cells": [cell.name for cell in cells],
-            **(manifest or {}),
-        }
+        "schema": SCHEMA,
+        **machine(target.device),
+        "target": target_facts(target),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "options": options,
+        "settings": [{"temperature": s.temperature, "batch": s.batch} for s in settings],
+        "repeats": repeats,
+        "oracle": oracle,
+        "suites": {p.suite: sum(q.suite == p.suite for q in prompts) for p in prompts},
+        "cells": [cell.name for cell in cells],
+        **(manifest or {}),
     }
-    done = _read_done(path)
-    if not path.exists() or path.stat().st_size == 0:
-        _append(path, head)
+    done, plain = _resume(path, head)
+    ids = [prompt_ids(target, p.text)[0] for p in prompts]
     for cell in cells:  # warm-up, the same for all and not recorded
-        run_cell(cell, target, prompts[0]["prompt"], {**options, "max_new_tokens": 16})
-    work = [(repeat, number) for repeat in range(repeats) for number in range(len(prompts))]
-    for repeat, number in tqdm(work, desc=path.name, unit="prompt"):
-        row = prompts[number]
-        shift = (number + repeat) % len(cells)  # no cell always follows the same other
-        for cell in [*cells[shift:], *cells[:shift]]:
-            key = (row["suite"], row["id"], cell.name, repeat)
-            if key in done:
-                continue
-            out = run_cell(cell, target, row["prompt"], options)
-            _append(path, {"suite": row["suite"], "id": row["id"], "cell": cell.name, "repeat": repeat, **record(out)})
+        cell.run(ids[:1], {**options, "max_new_tokens": min(16, max_new_tokens), "temperature": 0.0})
+    replayed = _first_of_suites(prompts, prefixes)
+    groups = [
+        (repeat, setting, list(range(start, min(start + setting.batch, len(prompts)))))
+        for repeat in range(repeats)
+        for setting in settings
+        for start in range(0, len(prompts), setting.batch)
+    ]
+    for number, (repeat, setting, group) in enumerate(tqdm(groups, desc=path.name, unit="group")):
+        serving = [cell for cell in cells if cell.serves(setting)]
+
+        def key(index: int, cell: str, repeat: int = repeat, setting: Setting = setting) -> Key:
+            p = prompts[index]
+            return p.suite, p.id, cell, repeat, setting.temperature, setting.batch
+
+        missing = [cell for cell in serving if any(key(i, cell.name) not in done for i in group)]
+        shift = number % len(serving)  # no cell always follows the same other
+        order = [cell for cell in [*serving[shift:], *serving[:shift]] if cell in missing]
+        batch = [ids[i] for i in group]
+        outcomes = {cell.name: cell.run(batch, {**options, "temperature": setting.temperature}) for cell in order}
+        if BASELINE in outcomes:
+            plain |= {key(i, BASELINE): outcomes[BASELINE].tokens[row] for row, i in enumerate(group)}
+        for cell in order:
+            out = outcomes[cell.name]
+            lines = []
+            for row, index in enumerate(group):
+                if key(index, cell.name) in done:
+                    continue
+                p = prompts[index]
+                line = {"suite": p.suite, "id": p.id, "cell": cell.name, "repeat": repeat, **_shared(setting, row)}
+                line |= record(out, row)
+                expected = plain.get(key(index, BASELINE))
+                if expected is not None and cell.name != BASELINE and cell.comparable(setting):
+                    difference = judged(target, ids[index], expected, line["tokens"], setting, seed + row)
+                    line |= {} if difference is None else {"differs": difference}
+                alone = repeat == 0 and setting.batch == 1
+                if cell.zoo is not None and index in replayed and alone and cell.comparable(setting):
+                    line |= _prefixes(cell.zoo, ids[index], out, setting, seed, oracle)
+                lines.append(line)
+            _append(path, lines)
 
 
-def record(out: Generation) -> dict[str, Any]:
-    stats = out.stats
-    return {
-        "tokens": out.token_ids[0],
-        "finish": out.finish_reason[0],
-        "accepted": stats.accepted[0],
-        "drafted": stats.drafted[0],
-        "agreed": stats.agreed[0],
-        "repaired": stats.repaired[0],
-        "repairs_accepted": stats.repairs_accepted[0],
-        "seconds": {stage: round(value, 5) for stage, value in stats.seconds.items()},
+def record(out: Outcome, row: int = 0) -> dict[str, Any]:
+    """The raw line of a row; times are the whole batch's and stand in its first row's line."""
+    line: dict[str, Any] = {
+        "tokens": out.tokens[row],
+        "finish": out.finish[row],
+        "first": out.first[row],
+        "accepted": out.accepted[row],
     }
+    for name in ("drafted", "agreed", "repaired", "repairs_accepted"):
+        values = getattr(out, name)
+        if values:
+            line[name] = values[row]
+    if row == 0:
+        line["seconds"] = {stage: round(value, 5) for stage, value in out.seconds.items()}
+        line["wall"] = round(out.wall, 5)
+        line["decoded"] = sum(map(sum, out.accepted))  # tokens of the whole batch in that time
+        if out.rounds:
+            line["rounds"] = {stage: [round(1e6 * x) for x in values] for stage, values in out.rounds.items()}
+    return line
 
 
-def machine() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
-    packages = {name: version(name) for name in ("torch", "transformers", "safetensors", "repairzoo")}
-    model = ""
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "packages": packages,
-        "cpu": model,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+def judged(
+    target: Target, prompt: list[int], expected: list[int], tokens: list[int], setting: Setting, seed: int
+) -> dict[str, Any] | None:
+    """None for equal tokens; else where they part and whether the target was undecided there.
+
+    At temperature 0 that is the distance of the two logits over the largest logit; above it, the distance of the
+    random number from the other token's interval of the cumulative law.
+    """
+    at = first_difference(expected, tokens)
+    if at is None:
+        return None
+    if at >= min(len(expected), len(tokens)):
+        return {"at": at, "tie": False}
+    logits = last_logits(target, prompt + expected[:at]).double()
+    a, b = expected[at], tokens[at]
+    if setting.temperature == 0:
+        distance = float((logits[a] - logits[b]).abs() / logits.abs().max())
+    else:
+        probs = Law(setting.temperature).probs(logits[None])[0].double()
+        upper = probs.cumsum(0) / probs.sum()
+        place = torch.tensor([[len(prompt) + at]], device=logits.device)
+        u = float(uniform(torch.tensor([seed], device=logits.device), place, Stream.VERIFY))
+        low, high = float(upper[b] - probs[b] / probs.sum()), float(upper[b])
+        distance = max(low - u, u - high, 0.0)
+    return {"at": at, "distance": float(f"{distance:.3g}"), "tie": distance <= TIE[target.dtype]}
 
 
-def _read_done(path: Path) -> set[tuple[str, str, str, int]]:
+def _prefixes(
+    zoo: Zoo, prompt: list[int], out: Outcome, setting: Setting, seed: int, oracle: int
+) -> dict[str, dict[str, Any]]:
+    from repairzoo.bench.replay import replay
+
+    seen = replay(zoo, prompt, out.tokens[0], temperature=setting.temperature, seed=seed, oracle=oracle)
+    return {} if seen.prefix is None else {"prefix": seen.prefix.as_dict()}
+
+
+def _shared(setting: Setting, row: int) -> dict[str, Any]:
+    return {"temperature": setting.temperature, "batch": setting.batch, "row": row}
+
+
+def _first_of_suites(prompts: Sequence[Prompt], count: int) -> set[int]:
+    seen: dict[str, int] = {}
+    chosen = set()
+    for index, prompt in enumerate(prompts):
+        seen[prompt.suite] = seen.get(prompt.suite, 0) + 1
+        if seen[prompt.suite] <= count:
+            chosen.add(index)
+    return chosen
+
+
+_SAME = (
+    "schema",
+    "target",
+    "dtype",
+    "device",
+    "options",
+    "settings",
+    "repeats",
+    "oracle",
+    "suites",
+    "cells",
+    "threads",
+)
+
+
+def _resume(path: Path, head: dict[str, Any]) -> tuple[set[Key], dict[Key, list[int]]]:
+    """What a file holds already, after writing the manifest of a new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    manifest, rows = read_lines(path)
+    if manifest is None:
+        _append(path, [{"manifest": head}])
+        return set(), {}
+    for key in _SAME:
+        if manifest.get(key) != json.loads(json.dumps(head[key])):
+            raise InvalidInput(
+                f"{path} was begun with {key} {manifest.get(key)!r}, this run has {head[key]!r}: name another file"
+            )
+    done = {key_of(row): row["tokens"] for row in rows}
+    return set(done), {key: tokens for key, tokens in done.items() if key[2] == BASELINE}
+
+
+def key_of(row: dict[str, Any]) -> Key:
+    return row["suite"], row["id"], row["cell"], row["repeat"], row.get("temperature", 0.0), row.get("batch", 1)
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Manifest and rows, or (None, []) for a file that does not exist or is empty. A line that a killed run left
+    unfinished is removed: that cell is measured again."""
     if not path.exists():
-        return set()
+        return None, []
     text = path.read_text(encoding="utf-8")
-    if not text.endswith("\n"):  # the run was killed inside its last line: that cell is measured again
+    if not text.endswith("\n"):
         text = text[: text.rfind("\n") + 1]
         path.write_text(text, encoding="utf-8")
-    rows = [json.loads(line) for line in text.split("\n") if line]
-    return {(r["suite"], r["id"], r["cell"], r["repeat"]) for r in rows if "cell" in r}
+    lines = [json.loads(line) for line in text.split("\n") if line]
+    if not lines:
+        return None, []
+    if "manifest" not in lines[0]:
+        raise InvalidInput(f"{path}: the first line must be the manifest of a measurement")
+    return lines[0]["manifest"], lines[1:]
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
+def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write("".join(json.dumps(line) + "\n" for line in lines))

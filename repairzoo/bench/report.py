@@ -1,30 +1,67 @@
-"""Tables from raw measurements: the same bytes for the same file."""
+"""Figures and Markdown tables from a raw file: the same bytes for the same file."""
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from repairzoo.bench.measure import BASELINE
+from repairzoo.bench.others import WHAT
 from repairzoo.errors import InvalidInput
 
 Row = dict[str, Any]
+RESAMPLES = 1000
 
 
 def read_raw(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Manifest and rows of a raw file; ``tau * rounds == committed tokens`` is checked for every row."""
+    """Manifest and rows of a raw file, defaults filled in.
+
+    Checked for every row: the tokens are those of the rounds and the first one(s), exactly. For every timed row: its
+    stages sum to the time that was measured around them within 5 %, and its rounds to its stages.
+
+    Raises:
+        InvalidInput: no manifest, or a row that does not add up.
+    """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     if not lines or "manifest" not in lines[0]:
         raise InvalidInput(f"{path}: the first line must be the manifest of a measurement")
-    for row in lines[1:]:
-        if sum(row["accepted"]) + 1 != len(row["tokens"]):
-            raise InvalidInput(f"{path}: {row['suite']}/{row['id']}/{row['cell']}: rounds and tokens do not add up")
-    return lines[0]["manifest"], lines[1:]
+    temperature = lines[0]["manifest"].get("options", {}).get("temperature", 0.0)
+    rows = [{"temperature": temperature, "batch": 1, "row": 0, "first": 1, **row} for row in lines[1:]]
+    for row in rows:
+        where = f"{path}: {row['suite']}/{row['id']}/{row['cell']}"
+        if sum(row["accepted"]) + row["first"] != len(row["tokens"]):
+            raise InvalidInput(f"{where}: rounds and tokens do not add up")
+        stages = decode_seconds(row)
+        if "wall" in row and abs(stages - row["wall"]) > 0.05 * row["wall"] + 1e-3:
+            raise InvalidInput(f"{where}: stages take {stages:.3f} s, the run around them {row['wall']:.3f} s")
+        for stage, values in row.get("rounds", {}).items():
+            if abs(sum(values) / 1e6 - row["seconds"][stage]) > 1e-5 + 1e-6 * len(values):
+                raise InvalidInput(f"{where}: the rounds of stage {stage} do not sum to it")
+    return lines[0]["manifest"], rows
 
 
+# --- selections -------------------------------------------------------------------------------------------------------
+def settings_of(rows: Iterable[Row]) -> list[tuple[float, int]]:
+    return sorted({(row["temperature"], row["batch"]) for row in rows})
+
+
+def in_setting(rows: Iterable[Row], setting: tuple[float, int]) -> list[Row]:
+    return [row for row in rows if (row["temperature"], row["batch"]) == setting]
+
+
+def of_cell(rows: Iterable[Row], cell: str) -> list[Row]:
+    return [row for row in rows if row["cell"] == cell]
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["suite"], row["id"], row["repeat"], row.get("temperature", 0.0), row.get("batch", 1)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
 def pooled_tau(rows: Iterable[Row]) -> float:
     """Committed tokens per round over all rows together."""
     rows = list(rows)
@@ -33,29 +70,126 @@ def pooled_tau(rows: Iterable[Row]) -> float:
 
 
 def decode_seconds(row: Row) -> float:
-    return sum(value for stage, value in row["seconds"].items() if stage != "prefill")
+    """Everything after the prompt was read; 0 for a row whose batch's times stand in another row."""
+    return sum(value for stage, value in row.get("seconds", {}).items() if stage != "prefill")
 
 
-def ratios(rows: Sequence[Row], cell: str) -> list[float]:
-    """Plain decoding's time per token over the cell's, for every prompt and repeat that has both."""
-    base = {(r["suite"], r["id"], r["repeat"]): r for r in rows if r["cell"] == BASELINE}
+def decoded(row: Row) -> int:
+    """Tokens that ``decode_seconds`` gave, over the whole batch."""
+    return row.get("decoded", len(row["tokens"]) - row.get("first", 1))
+
+
+def ratios(rows: Sequence[Row], cell: str, against: str = BASELINE) -> list[float]:
+    """Time per token of plain decoding (or another cell) over the cell's, for every prompt (batch) and repeat that has
+    both."""
+    base = {_key(r): r for r in rows if r["cell"] == against and r.get("seconds")}
     out = []
     for row in rows:
-        other = base.get((row["suite"], row["id"], row["repeat"]))
-        if row["cell"] == cell and other is not None and len(row["tokens"]) > 1 and len(other["tokens"]) > 1:
-            plain = decode_seconds(other) / (len(other["tokens"]) - 1)
-            out.append(plain / (decode_seconds(row) / (len(row["tokens"]) - 1)))
+        other = base.get(_key(row))
+        if row["cell"] == cell and row.get("seconds") and other is not None and decoded(row) and decoded(other):
+            out.append(decode_seconds(other) / decoded(other) / (decode_seconds(row) / decoded(row)))
     return out
 
 
 def same_tokens(rows: Sequence[Row], cell: str) -> tuple[int, int]:
     """Prompts where the cell gave plain decoding's tokens, of how many."""
-    base = {(r["suite"], r["id"], r["repeat"]): r["tokens"] for r in rows if r["cell"] == BASELINE}
-    pairs = [(r["tokens"], base.get((r["suite"], r["id"], r["repeat"]))) for r in rows if r["cell"] == cell]
+    base = {_key(r): r["tokens"] for r in rows if r["cell"] == BASELINE}
+    pairs = [(r["tokens"], base.get(_key(r))) for r in rows if r["cell"] == cell]
     pairs = [(a, b) for a, b in pairs if b is not None]
     return sum(a == b for a, b in pairs), len(pairs)
 
 
+def wrong(rows: Sequence[Row], cell: str) -> int:
+    """Answers that differ from plain decoding's where the target was decided: they forbid a speed.
+
+    A sampled proposal draws otherwise (its rows say nothing); a difference in a file that does not judge it counts.
+    """
+    base = {_key(r): r["tokens"] for r in rows if r["cell"] == BASELINE}
+    count = 0
+    for row in of_cell(rows, cell):
+        expected = base.get(_key(row))
+        if expected is None or row["tokens"] == expected or ("sampled" in cell and row.get("temperature", 0.0) > 0):
+            continue
+        count += not row.get("differs", {}).get("tie", False)
+    return count
+
+
+def interval(values: Sequence[Any], statistic: Callable[[Sequence[Any]], float]) -> tuple[float, float]:
+    """Bootstrap 95 % interval over resampled prompts; the same for the same values, in any process."""
+    chance = random.Random(0)
+    found = sorted(statistic(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return found[RESAMPLES // 40], found[RESAMPLES - 1 - RESAMPLES // 40]
+
+
+def tau_of(rows: Sequence[Row]) -> tuple[float, float, float]:
+    """Pooled τ with its interval."""
+    pairs = [(sum(r["accepted"]), len(r["accepted"])) for r in rows if r["accepted"]]
+
+    def pooled(some: Sequence[tuple[int, int]]) -> float:
+        return sum(a for a, _ in some) / sum(b for _, b in some)
+
+    return (pooled(pairs), *interval(pairs, pooled)) if pairs else (0.0, 0.0, 0.0)
+
+
+def speed_of(rows: Sequence[Row], cell: str, against: str = BASELINE) -> tuple[float, float, float] | None:
+    """Median ratio to plain decoding (or another cell) with its interval; None without one, or over wrong answers."""
+    values = ratios(rows, cell, against)
+    if not values or wrong(rows, cell) or wrong(rows, against):
+        return None
+    return (statistics.median(values), *interval(values, statistics.median))
+
+
+def slot_acceptance(rows: Iterable[Row]) -> list[tuple[float, int]]:
+    """Per slot: the share of rounds that accepted it among those that accepted all slots before, and their number.
+
+    The last round of an answer is cut by the budget or by end-of-text, so it says nothing and is left out.
+    """
+    counts = [n - 1 for r in rows for n in r["accepted"][:-1]]
+    out = []
+    for slot in range(max(counts, default=0)):
+        reached = sum(c >= slot for c in counts)
+        out.append((sum(c > slot for c in counts) / reached, reached))
+    return out
+
+
+def histogram(rows: Iterable[Row]) -> dict[int, int]:
+    """Rounds by committed tokens; their sum is the number of rounds."""
+    counts: dict[int, int] = {}
+    for row in rows:
+        for n in row["accepted"]:
+            counts[n] = counts.get(n, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def stage_shares(rows: Iterable[Row]) -> dict[str, float]:
+    """Seconds a round by stage, over all rows together."""
+    rows = [r for r in rows if r.get("seconds") and r["accepted"]]
+    rounds = sum(max(len(r["accepted"]), len(next(iter(r.get("rounds", {}).values()), []))) for r in rows)
+    sums: dict[str, float] = {}
+    for row in rows:
+        for stage, value in row["seconds"].items():
+            if stage != "prefill":
+                sums[stage] = sums.get(stage, 0.0) + value
+    return {stage: value / rounds for stage, value in sums.items()} if rounds else {}
+
+
+def prefixes(rows: Iterable[Row]) -> dict[str, float] | None:
+    """Mean native, selected and oracle prefix (slots a round) and slots fixed and broken a round; None without any."""
+    seen = [row["prefix"] for row in rows if "prefix" in row]
+    rounds = sum(len(p["native"]) for p in seen)
+    if not rounds:
+        return None
+    means = {name: sum(sum(p[name]) for p in seen) / rounds for name in ("native", "selected", "oracle")}
+    return {
+        **means,
+        "fixed": sum(p["fixed"] for p in seen) / rounds,
+        "broken": sum(p["broken"] for p in seen) / rounds,
+        "pool": seen[0]["pool"],
+        "rounds": rounds,
+    }
+
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
 def table(rows: Sequence[Row], cells: Sequence[str], suites: Sequence[str], of: Callable[[list[Row], str], str]) -> str:
     """A Markdown table: suites down, cells across, and a last row over all suites."""
     lines = ["| suite | " + " | ".join(cells) + " |", "|---" * (len(cells) + 1) + "|"]
@@ -65,35 +199,127 @@ def table(rows: Sequence[Row], cells: Sequence[str], suites: Sequence[str], of: 
     return "\n".join(lines)
 
 
+def cell_table(rows: Sequence[Row], cells: Sequence[str], tau: bool = True) -> str:
+    """A Markdown table: cells down, over all suites."""
+    lines = ["| cell | τ (95 %) | speed (95 %) | same tokens |" if tau else "| cell | speed (95 %) | same tokens |"]
+    lines.append("|---" * lines[0].count(" | ") + "|---|")
+    for cell in cells:
+        mine = of_cell(rows, cell)
+        same, of = same_tokens(rows, cell)
+        cells_ = [
+            f"`{cell}`",
+            *([_spread(tau_of(mine))] if tau else []),
+            _speed(rows, cell),
+            _same(rows, cell, same, of),
+        ]
+        lines.append("| " + " | ".join(cells_) + " |")
+    return "\n".join(lines)
+
+
+def _spread(value: tuple[float, float, float] | None) -> str:
+    return "–" if value is None else f"{value[0]:.2f} ({value[1]:.2f}–{value[2]:.2f})"
+
+
+def _speed(rows: Sequence[Row], cell: str) -> str:
+    return "wrong answer" if wrong(rows, cell) else _spread(speed_of(rows, cell))
+
+
+def _same(rows: Sequence[Row], cell: str, same: int, of: int) -> str:
+    if not of or ("sampled" in cell and rows and rows[0]["temperature"] > 0):
+        return "–"
+    ties = of - same - wrong(rows, cell)
+    return f"{same} of {of}" + (f", {ties} at ties" if ties else "")
+
+
+def describe(setting: tuple[float, int]) -> str:
+    temperature, batch = setting
+    return f"temperature {temperature:g}, batch {batch}"
+
+
+def drafters(manifest: dict[str, Any]) -> list[str]:
+    return [c for c in manifest["cells"] if c != BASELINE and c not in WHAT]
+
+
 def markdown(path: Path) -> str:
     """The tables of one raw file."""
     manifest, rows = read_raw(path)
-    cells = [c for c in manifest["cells"] if c != BASELINE]
+    settings = settings_of(rows)
+    parts: list[str] = []
+    for setting in settings:
+        chosen = in_setting(rows, setting)
+        if len(settings) > 1:
+            parts += [f"**{describe(setting)[0].upper()}{describe(setting)[1:]}**", ""]
+        cells = [c for c in drafters(manifest) if of_cell(chosen, c)]
+        others = [c for c in manifest["cells"] if c in WHAT and of_cell(chosen, c)]
+        parts += _setting_tables(chosen, cells, others)
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _setting_tables(rows: Sequence[Row], cells: Sequence[str], others: Sequence[str]) -> list[str]:
+    parts: list[str] = []
     suites = sorted({r["suite"] for r in rows})
-
-    def tau(chosen: list[Row], cell: str) -> str:
-        mine = [r for r in chosen if r["cell"] == cell]
-        return f"{pooled_tau(mine):.2f}" if mine else "–"
-
-    def speed(chosen: list[Row], cell: str) -> str:
-        values = sorted(ratios(chosen, cell))
-        if not values:
-            return "–"
-        low, high = values[len(values) // 4], values[(3 * len(values)) // 4]
-        return f"{statistics.median(values):.2f} ({low:.2f}–{high:.2f})"
-
-    parts = ["Tokens per round τ (pooled):", "", table(rows, cells, suites, tau)]
-    if any(r["cell"] == BASELINE for r in rows):
+    compared = any(r["cell"] == BASELINE for r in rows)
+    if len(cells) > 6:  # a column a cell would not fit
         parts += [
+            "Tokens per round τ and decode speed against plain decoding, all suites:",
             "",
-            "Decode speed against plain decoding (median of per-prompt ratios, quartiles):",
-            "",
-            table(rows, cells, suites, speed),
+            cell_table(rows, cells),
             "",
         ]
+    elif cells:
+        parts += ["Tokens per round τ (pooled):", "", table(rows, cells, suites, _tau_entry), ""]
+        if compared:
+            title = "Decode speed against plain decoding (median of per-prompt ratios, 95 % bootstrap interval):"
+            parts += [title, "", table(rows, cells, suites, _speed), ""]
+            for cell in cells:
+                same, of = same_tokens(rows, cell)
+                parts += [f"`{cell}`: same tokens as plain decoding on {_same(rows, cell, same, of)} prompts."]
+            parts += [""]
+    seen = [(cell, prefixes(of_cell(rows, cell))) for cell in cells]
+    if any(p is not None for _, p in seen):
+        pool = next(p["pool"] for _, p in seen if p is not None)
         parts += [
-            f"`{c}`: same tokens as plain decoding on {a} of {b} prompts."
-            for c in cells
-            for a, b in [same_tokens(rows, c)]
+            f"Drafted slots that agree with the answer before the first that does not, a round: of the backbone alone "
+            f"(native), with its heads (selected), and the best choice among {pool:g} candidates (oracle):",
+            "",
+            "| cell | native | selected | oracle | fixed | broken |",
+            "|---|---|---|---|---|---|",
         ]
-    return "\n".join(parts) + "\n"
+        for cell, p in seen:
+            if p is not None:
+                names = ("native", "selected", "oracle", "fixed", "broken")
+                parts.append(f"| `{cell}` | " + " | ".join(f"{p[n]:.2f}" for n in names) + " |")
+        parts.append("")
+    if others:
+        ours = cells[0] if cells else BASELINE
+        parts += ["Others on the same model and prompts, in the same run; ratios of their time per token to ours:", ""]
+        parts += [f"| | what | our plain decoding is … times as fast | `{ours}` is … times as fast | same tokens |"]
+        parts += ["|---|---|---|---|---|"]
+        for cell in others:
+            same, of = same_tokens(rows, cell)
+            faster = [_spread(speed_of(rows, our, cell)) for our in (BASELINE, ours)]
+            if wrong(rows, cell):
+                faster = ["wrong answer", "wrong answer"]
+            entries = [f"`{cell}`", WHAT[cell], *faster, _same(rows, cell, same, of)]
+            parts.append("| " + " | ".join(entries) + " |")
+        parts.append("")
+    return parts
+
+
+def _tau_entry(rows: list[Row], cell: str) -> str:
+    mine = of_cell(rows, cell)
+    return f"{pooled_tau(mine):.2f}" if mine else "–"
+
+
+def overall(path: Path) -> str:
+    """What was measured, on what: a line for people, from the manifest."""
+    manifest, rows = read_raw(path)
+    versions = ", ".join(f"{name} {number}" for name, number in manifest["packages"].items())
+    place = manifest.get("gpu") or f"{manifest['cpu']}, {manifest['capability']}, {manifest['threads']} thread(s)"
+    prompts = len({(r["suite"], r["id"]) for r in rows})
+    target = manifest["target"]
+    return (
+        f"{target['id']} ({target['source']}), {manifest['dtype']}, on {place}; {prompts} prompts, up to "
+        f"{manifest['options']['max_new_tokens']} new tokens, {manifest['repeats']} repeat(s); {manifest['date']}; "
+        f"{versions}; commit {manifest.get('commit') or 'not recorded'}"
+    )

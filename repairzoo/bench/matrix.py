@@ -1,0 +1,138 @@
+"""Which cells are measured: backbones x heads x trees x blocks, each a short name that can be typed.
+
+A name is ``backbone[+head...][@treeN | @tree][@blockN][@sampled]``: ``dflash+dels@tree12``, ``dspark@block4``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from repairzoo.errors import IncompatibleArtifact, InvalidInput
+from repairzoo.registry import registry
+
+_OPTION = re.compile(r"tree(\d*)|block(\d+)|sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class CellSpec:
+    """One way to draft.
+
+    Attributes:
+        backbone, head: as for ``build``; ``"none"`` is no head.
+        tree: None for a chain, nodes of a best-first tree, or ``"best-first"``.
+        block: rows of a block, anchor included; None as trained.
+        sampled: draft by sampling (p/q rule above temperature 0).
+    """
+
+    backbone: str
+    head: str = "none"
+    tree: int | str | None = None
+    block: int | None = None
+    sampled: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.backbone if self.head == "none" else f"{self.backbone}+{self.head}"]
+        if self.tree is not None:
+            parts.append("tree" if self.tree == "best-first" else f"tree{self.tree}")
+        if self.block is not None:
+            parts.append(f"block{self.block}")
+        if self.sampled:
+            parts.append("sampled")
+        return "@".join(parts)
+
+    @classmethod
+    def parse(cls, name: str) -> CellSpec:
+        """The inverse of ``name``. Raises ``InvalidInput``."""
+        what, *options = name.split("@")
+        backbone, _, head = what.partition("+")
+        found: dict[str, Any] = {}
+        for option in options:
+            match = _OPTION.fullmatch(option)
+            if match is None:
+                raise InvalidInput(f"cell {name!r}: {option!r} is none of tree, treeN, blockN, sampled")
+            if option == "sampled":
+                key, value = "sampled", True
+            elif option.startswith("tree"):
+                key, value = "tree", int(match[1]) if match[1] else "best-first"
+            else:
+                key, value = "block", int(match[2])
+            if key in found:
+                raise InvalidInput(f"cell {name!r} gives {key!r} twice")
+            found[key] = value
+        if not backbone or (head == "" and "+" in what):
+            raise InvalidInput(f"cell {name!r}: write backbone or backbone+head")
+        return cls(backbone, head or "none", **found)
+
+    def build(self, target: Any, **options: Any) -> Any:
+        """The ``Zoo`` of this cell."""
+        from repairzoo.zoo import build
+
+        return build(
+            self.backbone,
+            head=None if self.head == "none" else self.head,
+            target=target,
+            tree=self.tree,
+            block=self.block,
+            proposal="sampled" if self.sampled else "argmax",
+            **options,
+        )
+
+
+def cells_of(
+    backbones: Sequence[str],
+    heads: Sequence[str],
+    trees: Sequence[int | str | None] = (None,),
+    blocks: Sequence[int | None] = (None,),
+    target: str = "smollm2-135m",
+) -> tuple[list[CellSpec], list[str]]:
+    """The matrix, and why each cell that was left out was.
+
+    Args:
+        backbones, heads: registry names, ``"all"``, or anything ``build`` takes.
+        trees, blocks: budgets; None is the chain and the trained block.
+
+    Raises:
+        InvalidInput: nothing is left.
+    """
+    known = registry()
+    backbones = known.names("backbone") if list(backbones) == ["all"] else backbones
+    if list(heads) == ["all"]:
+        heads = ["none", *(name for name in known.names("head") if name != "none")]
+    cells: list[CellSpec] = []
+    missing: dict[str, None] = {}
+    for backbone, head, tree, block in product(backbones, heads, trees, blocks):
+        spec = CellSpec(backbone, head, tree, block)
+        why = _lacking(spec, target)
+        if why is None:
+            cells.append(spec)
+        else:
+            missing[why] = None
+    if not cells:
+        raise InvalidInput("no cell of this matrix can be built: " + "; ".join(missing))
+    return list(dict.fromkeys(cells)), list(missing)
+
+
+def _lacking(spec: CellSpec, target: str) -> str | None:
+    known = registry()
+    parts = _registered(spec.head)
+    if spec.tree is not None and any(known.get("head", part).weightless for part in parts):
+        return f"{spec.name}: an expander makes the tree itself"
+    if spec.backbone not in known.entries["backbone"]:
+        return None
+    weighted = [part for part in parts if part != "none" and not known.get("head", part).weightless]
+    for head in weighted or ["none"]:
+        try:
+            known.pair(spec.backbone, head, target)
+        except IncompatibleArtifact:
+            return f"{spec.backbone} x {head}: no weights for {target}"
+    return None
+
+
+def _registered(head: str) -> Iterable[str]:
+    known = registry().entries["head"]
+    return [part for part in head.split("+") if part in known]

@@ -1,0 +1,381 @@
+"""One self-contained HTML page of a raw file: tables, and plots by matplotlib as inline SVG.
+
+The plots use placeholder colours that become CSS variables, so that one picture is readable on light and on dark. Equal
+input gives equal bytes: no dates, and ids that depend on the plot alone.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from repairzoo.bench import report
+from repairzoo.bench.measure import BASELINE
+from repairzoo.bench.others import WHAT
+from repairzoo.bench.report import Row
+from repairzoo.errors import InvalidInput
+
+_INK, _FAINT = "#010203", "#040506"  # text and axes; grid
+_STAGES = ("draft", "head", "verify", "accept", "commit", "host", "step", "decode")
+# light and dark: Okabe and Ito's colours, which differ for the colour-blind too, shifted to keep contrast on the ground
+_LIGHT = ("#0072b2", "#c2570c", "#007a5a", "#a8437f", "#8a6d00", "#2f7fb8", "#555555", "#7a4fb0")
+_DARK = ("#6cb8ee", "#f0924d", "#4cc9a0", "#e58fc2", "#e0c04a", "#9fd3f5", "#bbbbbb", "#b898ea")
+_SERIES = tuple(f"#0a0b{16 + i:02x}" for i in range(len(_LIGHT)))
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1c1c; --ground: #ffffff; --faint: #dddddd; --soft: #f4f4f2; %s }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e6e3; --ground: #17181a; --faint: #3a3c40; --soft: #202225; %s }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 72rem; padding: 1rem 1.25rem 4rem; background: var(--ground); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.25; } h2 { margin-top: 2.5rem; font-size: 1.3rem; }
+h3 { margin: 1.75rem 0 .25rem; font-size: 1.05rem; }
+p { max-width: 48rem; margin: .5rem 0; }
+code { font-size: .92em; }
+figure { margin: .5rem 0 1rem; overflow-x: auto; } figure svg { max-width: 100%%; height: auto; display: block; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--faint); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } td.words { text-align: left; white-space: normal; }
+thead th { background: var(--soft); }
+"""
+
+
+def page(path: Path) -> str:
+    """The page.
+
+    Raises:
+        InvalidInput: matplotlib is not installed, or see ``read_raw``.
+    """
+    manifest, rows = report.read_raw(path)
+    pyplot = _pyplot()
+    body = [f"<h1>{html.escape(path.stem)}</h1>", f"<p>{html.escape(report.overall(path))}</p>", _GUIDE]
+    for number, setting in enumerate(report.settings_of(rows)):
+        chosen = report.in_setting(rows, setting)
+        body.append(f"<h2>{html.escape(report.describe(setting).capitalize())}</h2>")
+        for part in _setting(manifest, chosen, f"{number}", pyplot):
+            body.append(part)
+    if manifest.get("left_out"):
+        body.append("<h2>Left out</h2><ul>")
+        body += [f"<li>{html.escape(str(why))}</li>" for why in manifest["left_out"]]
+        body.append("</ul>")
+    light = " ".join(f"--s{i}: {c};" for i, c in enumerate(_LIGHT))
+    dark = " ".join(f"--s{i}: {c};" for i, c in enumerate(_DARK))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(path.stem)}: RepairZoo benchmark</title>\n<style>{_STYLE % (light, dark)}</style>\n"
+        "</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+
+
+_GUIDE = (
+    "<p>τ is committed tokens per round, counted after end-of-text and budget. Speed is the time per token of plain "
+    "decoding over a cell's, prompt by prompt in the same run: its median, with a bootstrap 95 % interval over "
+    "prompts. No speed is shown over a wrong answer.</p>"
+)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise InvalidInput("plots need the package matplotlib: pip install 'repairzoo[report]'") from error
+    matplotlib.use("agg", force=False)
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _setting(manifest: dict[str, Any], rows: list[Row], key: str, plt: Any) -> Iterator[str]:
+    cells = [c for c in report.drafters(manifest) if report.of_cell(rows, c)]
+    others = [c for c in manifest["cells"] if c in WHAT and report.of_cell(rows, c)]
+    measured = [*cells, *others]
+    yield _table(rows, cells, others)
+    speeds = [(c, report.speed_of(rows, c)) for c in measured]
+    if any(s is not None for _, s in speeds):
+        known = [(c, s) for c, s in speeds if s is not None]
+        yield _figure(
+            "Decode speed against plain decoding",
+            "Line: 1, plain decoding. Bars: 95 % interval.",
+            _svg(plt, f"{key}-speed", lambda: _intervals(plt, known, "times plain decoding", 1.0)),
+        )
+    if cells:
+        taus = [(c, report.tau_of(report.of_cell(rows, c))) for c in cells]
+        yield _figure(
+            "Committed tokens per round τ",
+            "Pooled over prompts; bars: 95 % interval.",
+            _svg(plt, f"{key}-tau", lambda: _intervals(plt, taus, "τ", None)),
+        )
+        yield _figure(
+            "Acceptance by slot",
+            "Share of rounds that accept a slot among those that reach it.",
+            _svg(plt, f"{key}-slots", lambda: _slots(plt, rows, cells)),
+        )
+        yield _figure(
+            "Accepted lengths",
+            "Share of rounds by committed tokens, bonus included.",
+            _svg(plt, f"{key}-lengths", lambda: _lengths(plt, rows, cells)),
+        )
+    staged = [c for c in [*cells, BASELINE] if report.stage_shares(report.of_cell(rows, c))]
+    if staged:
+        yield _figure(
+            "Where a round's time goes",
+            "Milliseconds a round by stage; plain decoding: one token a round.",
+            _svg(plt, f"{key}-stages", lambda: _stages(plt, rows, staged)),
+        )
+    seen = [(c, p) for c in cells if (p := report.prefixes(report.of_cell(rows, c))) is not None]
+    if seen:
+        pool = f"{seen[0][1]['pool']:g} candidates"
+        text = f"Slots that agree with the answer before the first that does not; oracle: the best of {pool}."
+        yield _figure(
+            "Native, selected and oracle prefix", text, _svg(plt, f"{key}-prefix", lambda: _prefix(plt, seen))
+        )
+    if manifest.get("rates") and manifest.get("cost") and rows and rows[0]["batch"] == 1:
+        points = list(_roofline_points(manifest, rows, staged))
+        if points:
+            text = (
+                "Each stage of a round: operations per byte, and operations per second reached. The lines are this "
+                f"machine's measured bandwidth and rate; counted at {manifest['cost_context']} positions of context."
+            )
+            yield _figure("Roofline", text, _svg(plt, f"{key}-roof", lambda: _roofline(plt, manifest["rates"], points)))
+            yield _floors(manifest, points)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+def _table(rows: list[Row], cells: Sequence[str], others: Sequence[str]) -> str:
+    lines = ['<div class="scroll"><table><thead><tr>']
+    for name in ("cell", "τ", "95 %", "speed", "95 %", "same tokens", "prompts"):
+        lines.append(f"<th>{name}</th>")
+    lines.append("</tr></thead><tbody>")
+    for cell in [*cells, *others]:
+        mine = report.of_cell(rows, cell)
+        tau, speed = report.tau_of(mine), report.speed_of(rows, cell)
+        same, of = report.same_tokens(rows, cell)
+        entries = [f"<code>{html.escape(cell)}</code>"]
+        entries += [f"{tau[0]:.2f}", f"{tau[1]:.2f}–{tau[2]:.2f}"] if tau[0] else ["–", "–"]
+        if report.wrong(rows, cell):
+            entries += ["wrong answer", "–"]
+        elif speed is None:
+            entries += ["–", "–"]
+        else:
+            entries += [f"{speed[0]:.2f}", f"{speed[1]:.2f}–{speed[2]:.2f}"]
+        entries += [report._same(rows, cell, same, of), str(len({(r["suite"], r["id"]) for r in mine}))]
+        lines.append("<tr>" + "".join(f"<td>{e}</td>" for e in entries) + "</tr>")
+    lines.append("</tbody></table></div>")
+    if others:
+        lines.append(
+            "<ul>"
+            + "".join(f"<li><code>{c}</code>: {html.escape(WHAT[c].replace('`', ''))}</li>" for c in others)
+            + "</ul>"
+        )
+    return "".join(lines)
+
+
+def _floors(manifest: dict[str, Any], points: list[tuple[str, str, list[float], float]]) -> str:
+    from repairzoo.bench.roofline import floor
+
+    lines = ['<div class="scroll"><table><thead><tr><th>cell, stage</th><th>MB</th><th>million operations</th>']
+    lines.append("<th>floor, ms</th><th>measured, ms</th><th>of the floor</th></tr></thead><tbody>")
+    for cell, stage, cost, seconds in points:
+        least = floor(cost, manifest["rates"])
+        entries = [f"<code>{html.escape(cell)}</code> {stage}", f"{cost[0] / 1e6:.1f}", f"{cost[1] / 1e6:.0f}"]
+        entries += [f"{1e3 * least:.2f}", f"{1e3 * seconds:.2f}", f"{100 * least / seconds:.0f} %"]
+        lines.append("<tr>" + "".join(f"<td>{e}</td>" for e in entries) + "</tr>")
+    return "".join([*lines, "</tbody></table></div>"])
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+def _figure(title: str, text: str, svg: str) -> str:
+    return f"<h3>{html.escape(title)}</h3><p>{html.escape(text)}</p><figure>{svg}</figure>"
+
+
+def _svg(plt: Any, key: str, draw: Callable[[], Any]) -> str:
+    with _style(plt, key):
+        figure = draw()
+        buffer = io.StringIO()
+        figure.savefig(
+            buffer, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None, "Creator": None}
+        )
+        plt.close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'<style type="text/css">.*?</style>', "", text, flags=re.DOTALL)  # it would restyle other plots
+    text = re.sub(r'\bid="([^"]+)"', rf'id="p{key}-\1"', text)
+    text = re.sub(r'(url\(#|href="#)', rf"\1p{key}-", text)
+    for i, colour in enumerate(_SERIES):
+        text = text.replace(colour, f"var(--s{i})")
+    text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
+    title = html.escape(key)
+    return text.replace("<svg ", f'<svg role="img" aria-label="plot {title}" ', 1).strip()
+
+
+@contextmanager
+def _style(plt: Any, key: str) -> Iterator[None]:
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": key,
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],
+        "font.size": 10,
+        "text.color": _INK,
+        "axes.edgecolor": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "grid.color": _FAINT,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+    }
+    with plt.rc_context(style):
+        yield
+
+
+def _colour(index: int) -> str:
+    return _SERIES[index % len(_SERIES)]
+
+
+def _intervals(plt: Any, cells: Sequence[tuple[str, tuple[float, float, float]]], label: str, one: float | None) -> Any:
+    figure, axes = plt.subplots(figsize=(8.5, 0.9 + 0.3 * len(cells)))
+    for place, (_, (value, low, high)) in enumerate(cells):
+        axes.plot([low, high], [place, place], color=_colour(0), solid_capstyle="round", linewidth=3, alpha=0.45)
+        axes.plot([value], [place], "o", color=_colour(0), markersize=6)
+        axes.annotate(f"{value:.2f}", (high, place), xytext=(6, 0), textcoords="offset points", va="center", color=_INK)
+    axes.set_yticks(range(len(cells)), [name for name, _ in cells])
+    axes.set_ylim(len(cells) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    if one is not None:
+        axes.axvline(one, color=_INK, linewidth=1, linestyle="--")
+    axes.margins(x=0.12)
+    axes.set_xlabel(label)
+    return figure
+
+
+def _grid(plt: Any, cells: Sequence[str], height: float = 2.1) -> tuple[Any, list[Any]]:
+    """One small plot a cell, on shared axes: many lines in one would not be told apart."""
+    across = min(4, len(cells))
+    down = -(-len(cells) // across)
+    figure, axes = plt.subplots(
+        down,
+        across,
+        figsize=(2.6 * across + 0.4, height * down + 0.3),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        constrained_layout=True,
+    )
+    flat = list(axes.flat)
+    for spare in flat[len(cells) :]:
+        spare.set_visible(False)
+    for axis, cell in zip(flat, cells, strict=False):
+        axis.set_title(cell, fontsize=9)
+    return figure, flat
+
+
+def _slots(plt: Any, rows: list[Row], cells: Sequence[str]) -> Any:
+    figure, axes = _grid(plt, cells)
+    for axis, cell in zip(axes, cells, strict=False):
+        curve = report.slot_acceptance(report.of_cell(rows, cell))
+        axis.plot(range(1, len(curve) + 1), [share for share, _ in curve], "o-", color=_colour(0), markersize=4)
+        axis.set_ylim(0, 1)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    figure.supxlabel("slot", fontsize=10, color=_INK)
+    figure.supylabel("accepted", fontsize=10, color=_INK)
+    return figure
+
+
+def _lengths(plt: Any, rows: list[Row], cells: Sequence[str]) -> Any:
+    figure, axes = _grid(plt, cells)
+    for axis, cell in zip(axes, cells, strict=False):
+        counts = report.histogram(report.of_cell(rows, cell))
+        total = sum(counts.values())
+        axis.bar(list(counts), [n / total for n in counts.values()], color=_colour(0), width=0.8)
+        axis.grid(axis="x", visible=False)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    figure.supxlabel("committed tokens", fontsize=10, color=_INK)
+    figure.supylabel("rounds", fontsize=10, color=_INK)
+    return figure
+
+
+def _stages(plt: Any, rows: list[Row], cells: Sequence[str]) -> Any:
+    figure, axes = plt.subplots(figsize=(8.5, 1.3 + 0.3 * len(cells)))
+    shares = [report.stage_shares(report.of_cell(rows, c)) for c in cells]
+    names = [s for s in _STAGES if any(s in share for share in shares)]
+    names += sorted({s for share in shares for s in share} - set(names))
+    left = [0.0] * len(cells)
+    for index, name in enumerate(names):
+        widths = [1e3 * share.get(name, 0.0) for share in shares]
+        axes.barh(range(len(cells)), widths, left=left, color=_colour(index), label=name, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(cells)), cells)
+    axes.set_ylim(len(cells) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("milliseconds a round")
+    axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3)
+    return figure
+
+
+def _prefix(plt: Any, seen: Sequence[tuple[str, dict[str, float]]]) -> Any:
+    figure, axes = plt.subplots(figsize=(8.5, 1.3 + 0.32 * len(seen)))
+    for index, (name, marker, size) in enumerate((("native", "s", 9), ("selected", "o", 6), ("oracle", "D", 5))):
+        axes.plot(
+            [p[name] for _, p in seen], range(len(seen)), marker, color=_colour(index), label=name, markersize=size
+        )
+    for place, (_, p) in enumerate(seen):
+        axes.plot([p["native"], p["oracle"]], [place, place], color=_FAINT, zorder=0)
+    axes.set_yticks(range(len(seen)), [name for name, _ in seen])
+    axes.set_ylim(len(seen) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("slots a round")
+    axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3)
+    return figure
+
+
+def _roofline_points(
+    manifest: dict[str, Any], rows: list[Row], cells: Sequence[str]
+) -> Iterator[tuple[str, str, list[float], float]]:
+    for cell in cells:
+        shares = report.stage_shares(report.of_cell(rows, cell))
+        for stage, cost in manifest["cost"].get(cell, {}).items():
+            if shares.get(stage, 0) > 0 and cost[0] > 0:
+                yield cell, stage, cost, shares[stage]
+
+
+def _roofline(plt: Any, rates: dict[str, float], points: Sequence[tuple[str, str, list[float], float]]) -> Any:
+    figure, axes = plt.subplots(figsize=(8.5, 4.2))
+    bandwidth, rate = rates["bytes_per_second"], rates["operations_per_second"]
+    intensities = [cost[1] / cost[0] for _, _, cost, _ in points]
+    ridge = rate / bandwidth
+    low, high = min([*intensities, ridge]) / 2, max([*intensities, ridge]) * 2
+    axes.plot([low, ridge, high], [low * bandwidth / 1e9, rate / 1e9, rate / 1e9], color=_INK, linewidth=1.2)
+    stages = [s for s in _STAGES if any(s == stage for _, stage, _, _ in points)]
+    for index, name in enumerate(stages):
+        chosen = [(cost[1] / cost[0], cost[1] / seconds / 1e9) for _, stage, cost, seconds in points if stage == name]
+        axes.plot(
+            [x for x, _ in chosen],
+            [y for _, y in chosen],
+            "o^sDv"[index % 5],
+            color=_colour(index),
+            label=name,
+            markersize=6,
+            alpha=0.85,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations per byte")
+    axes.set_ylabel("billion operations per second")
+    axes.legend(loc="upper left")
+    return figure

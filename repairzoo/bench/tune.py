@@ -1,0 +1,364 @@
+"""Autotune: which head, block length and node budget decode fastest here, predicted from parts and then checked.
+
+Plain decoding answers the prompts once. Every candidate is then *replayed* on those answers (``replay.py``), which
+gives its accepted lengths exactly and the time of its drafts and heads, without running the target in rounds; the
+target's share comes from the measured cost of verifying so many rows. The choice is measured for real, and both
+figures are kept in a calibration file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from repairzoo.artifact import fingerprint
+from repairzoo.bench.cost_curve import CostCurve, measure_cost_curve
+from repairzoo.bench.machine import machine
+from repairzoo.bench.matrix import CellSpec, cells_of
+from repairzoo.bench.measure import plain_cell, zoo_cell
+from repairzoo.bench.replay import KnownText, Replayed, read_text, replay
+from repairzoo.bench.suites import Prompt
+from repairzoo.default_target import cache_folder
+from repairzoo.errors import InvalidArtifact, InvalidInput
+from repairzoo.inputs import prompt_ids
+from repairzoo.load_parts import bound_heads
+from repairzoo.registry import registry
+from repairzoo.safe_file import parse_json, replacing
+from repairzoo.target import Target
+from repairzoo.zoo import Zoo, build
+
+SCHEMA = 1
+_REST = ("accept", "commit", "host")
+
+
+@dataclass(slots=True)
+class Candidate:
+    """What was predicted for one way to draft.
+
+    Attributes:
+        tau: committed tokens per round on the prompts. predicted: tokens per second after the prompt was read.
+    """
+
+    spec: CellSpec
+    tau: float
+    predicted: float
+
+
+@dataclass(slots=True)
+class Calibration:
+    """Everything that a calibration file holds.
+
+    Attributes:
+        place: what it is valid for: target, number format, device, threads.
+        curve: cost of a verify pass by rows. rest: seconds of a round beside drafts, heads and that pass, for chains
+            and for trees. overhead: seconds of a round beside that pass, of the chosen one's family (for CURE).
+        plain: tokens per second of plain decoding. measured: of the chosen one.
+    """
+
+    place: dict[str, Any]
+    curve: CostCurve
+    rest: dict[str, float]
+    overhead: float
+    plain: float
+    candidates: list[Candidate]
+    chosen: Candidate
+    measured: float
+    prompts: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "place": self.place,
+            "prompts": self.prompts,
+            "curve": self.curve.as_dict(),
+            "rest": self.rest,
+            "overhead": self.overhead,
+            "plain": self.plain,
+            "candidates": [{"cell": c.spec.name, "tau": c.tau, "predicted": c.predicted} for c in self.candidates],
+            "chosen": self.chosen.spec.name,
+            "measured": self.measured,
+        }
+
+    @classmethod
+    def from_dict(cls, given: Any, where: str) -> Calibration:
+        """Raises ``InvalidArtifact``: a key is missing or contradicts another."""
+        try:
+            if given["schema"] != SCHEMA:
+                raise InvalidArtifact(f"{where}: schema {given['schema']!r}, this version reads {SCHEMA}")
+            candidates = [
+                Candidate(CellSpec.parse(c["cell"]), float(c["tau"]), float(c["predicted"]))
+                for c in given["candidates"]
+            ]
+            return cls(
+                place=dict(given["place"]),
+                curve=CostCurve.from_dict(given["curve"]),
+                rest={str(k): float(v) for k, v in given["rest"].items()},
+                overhead=float(given["overhead"]),
+                plain=float(given["plain"]),
+                candidates=candidates,
+                chosen=next(c for c in candidates if c.spec.name == given["chosen"]),
+                measured=float(given["measured"]),
+                prompts=dict(given["prompts"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise InvalidArtifact(
+                f"{where}: not a calibration ({type(error).__name__}: {error}); run repairzoo autotune again"
+            ) from error
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+def autotune(
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    backbones: Sequence[Any] = ("dflash",),
+    heads: Sequence[Any] = ("all",),
+    trees: Sequence[int | None] = (None, 8, 12),
+    blocks: Sequence[int | None] | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+    build_options: dict[str, Any] | None = None,
+) -> Calibration:
+    """Predict tokens per second of every candidate, measure the best, and return all of it.
+
+    Args:
+        prompts: what to be fast on.
+        backbones, heads: registry names, or ``"all"``.
+        trees: node budgets of best-first trees; None is the chain. blocks: rows of a block; None for every length.
+
+    Raises:
+        InvalidInput: no prompt, or nothing to choose from.
+    """
+    if not prompts:
+        raise InvalidInput("autotune needs prompts")
+    entry = registry().target(target.name)
+    specs, missing = cells_of(backbones, heads, trees, (None,), entry.name if entry else "")
+    for why in missing:
+        say(f"left out: {why}")
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    ids = [prompt_ids(target, p.text)[0] for p in prompts]
+    plain = plain_cell(target)
+    plain.run(ids[:1], {**options, "max_new_tokens": min(8, max_new_tokens)})
+    outcomes = [plain.run([row], options) for row in ids]
+    answers = [out.tokens[0] for out in outcomes]
+    plain_speed = _speed(outcomes)
+    context = sum(len(p) + len(a) // 2 for p, a in zip(ids, answers, strict=True)) // len(ids)
+
+    drafters = {spec.backbone: build(spec.backbone, target=target, **(build_options or {})) for spec in specs}
+    slots = max(zoo.backbone.slots for zoo in drafters.values())
+    budget = max([slots, *(t for t in trees if t is not None)])
+    widest = 1 + max(budget, slots + 8)  # CURE adds branches to the chain
+    taps = next(iter(drafters.values())).backbone.tapped_layers
+    curve = measure_cost_curve(target, range(1, widest + 1), context=context, taps=taps)
+    say(f"verify pass: {1e3 * curve.at(1):.1f} ms for 1 row, {1e3 * curve.at(1 + slots):.1f} ms for {1 + slots}")
+
+    texts: dict[tuple[int, ...], list[KnownText]] = {}
+    rest: dict[str, float] = {}
+    scored: list[tuple[Candidate, Zoo, int]] = []
+    bound: dict[tuple[str, str], tuple[Any, ...]] = {}
+    overhead = 0.0
+    for spec in specs:
+        base = drafters[spec.backbone]
+        drafter, trained = base.backbone, getattr(base.backbone, "block_size", None)
+        if drafter.tapped_layers not in texts:
+            pairs = zip(ids, answers, strict=True)
+            texts[drafter.tapped_layers] = [read_text(target, p, a, drafter.tapped_layers) for p, a in pairs]
+        known = texts[drafter.tapped_layers]
+        for length in _lengths(drafter, trained, blocks):
+            if length is not None:
+                drafter.block_size = length
+            try:
+                if (spec.backbone, spec.head) not in bound:
+                    named = None if spec.head == "none" else _calibrated(spec.head, curve, overhead)
+                    bound[spec.backbone, spec.head] = bound_heads(named, target, drafter)
+                zoo = Zoo(target, drafter, bound[spec.backbone, spec.head], spec.tree)
+                family = "chain" if zoo.nodes is None and zoo.expander is None else "tree"
+                if family not in rest:
+                    rest[family], overhead = _rest(zoo, ids, options)
+                seen = [
+                    replay(zoo, p, a, temperature=temperature, seed=seed, text=t)
+                    for p, a, t in zip(ids, answers, known, strict=True)
+                ]
+            finally:
+                if trained is not None:
+                    drafter.block_size = trained
+            named_length = length if length != trained else None
+            full = CellSpec(spec.backbone, spec.head, spec.tree, named_length)
+            candidate = Candidate(full, _tau(seen), predicted(seen, curve, rest[family]))
+            say(f"{full.name}: τ {candidate.tau:.2f}, predicted {candidate.predicted:.1f} tokens/s")
+            scored.append((candidate, zoo, length or 0))
+    best, zoo, length = max(scored, key=lambda x: x[0].predicted)
+    trained = getattr(zoo.backbone, "block_size", None)
+    if length:
+        zoo.backbone.block_size = length
+    try:
+        cell = zoo_cell(best.spec.name, zoo)
+        cell.run(ids[:1], {**options, "max_new_tokens": min(8, max_new_tokens)})
+        measured = _speed([cell.run([row], options) for row in ids])
+    finally:
+        if trained is not None:
+            zoo.backbone.block_size = trained
+    if plain_speed > measured:
+        say(f"plain decoding is faster here: {plain_speed:.1f} against {measured:.1f} tokens/s")
+    return Calibration(
+        place=place_of(target),
+        curve=curve,
+        rest=rest,
+        overhead=overhead,
+        plain=plain_speed,
+        candidates=[c for c, _, _ in scored],
+        chosen=best,
+        measured=measured,
+        prompts={"ids": [f"{p.suite}/{p.id}" for p in prompts], **options},
+    )
+
+
+def predicted(seen: Sequence[Replayed], curve: CostCurve, rest: float) -> float:
+    """Tokens per second: committed tokens over the sum of what the rounds take."""
+    tokens = sum(sum(r.accepted) for r in seen)
+    seconds = sum(
+        draft + head + curve.at(rows) + rest
+        for r in seen
+        for draft, head, rows in zip(r.draft, r.head, r.rows, strict=True)
+    )
+    return tokens / seconds if seconds else 0.0
+
+
+def _tau(seen: Sequence[Replayed]) -> float:
+    rounds = sum(len(r.accepted) for r in seen)
+    return sum(sum(r.accepted) for r in seen) / rounds if rounds else 0.0
+
+
+def _speed(outcomes: Sequence[Any]) -> float:
+    tokens = sum(sum(map(sum, out.accepted)) for out in outcomes)
+    seconds = sum(out.wall for out in outcomes)
+    return tokens / seconds if seconds else 0.0
+
+
+def _rest(zoo: Zoo, ids: Sequence[list[int]], options: dict[str, Any]) -> tuple[float, float]:
+    """Seconds a round of acceptance, commit and the host; and of everything beside the verify pass."""
+    cell = zoo_cell("rest", zoo)
+    cell.run(ids[:1], {**options, "max_new_tokens": min(8, options["max_new_tokens"])})
+    outcomes = [cell.run([row], options) for row in ids[:3]]
+    rounds = sum(len(out.accepted[0]) for out in outcomes)
+    if not rounds:
+        return 0.0, 0.0
+    rest = sum(out.seconds.get(stage, 0.0) for out in outcomes for stage in _REST)
+    beside = sum(value for out in outcomes for s, value in out.seconds.items() if s not in ("prefill", "verify"))
+    return rest / rounds, beside / rounds
+
+
+def _lengths(drafter: Any, trained: int | None, blocks: Sequence[int | None] | None) -> list[int | None]:
+    """Block lengths that a backbone can draft, of those that were asked for."""
+    if trained is None:
+        return [None]
+    least = trained - drafter.slots + 1
+    if blocks is None:
+        return list(range(trained, least - 1, -1))
+    chosen = [trained if b is None else b for b in blocks]
+    if bad := [b for b in chosen if not least <= b <= trained]:
+        raise InvalidInput(f"block length {bad[0]}: this backbone drafts {least} to {trained} rows, anchor included")
+    return list(dict.fromkeys(chosen))
+
+
+def _calibrated(head: str, curve: CostCurve, overhead: float) -> list[Any]:
+    """The names of a stack, CURE with the measured cost of its rows."""
+    parts: list[Any] = []
+    for name in head.split("+"):
+        if name == "cure":
+            widest = curve.widths[-1]
+            parts.append(registry().get("head", name).load()(cost=curve.table(widest), overhead=overhead))
+        else:
+            parts.append(name)
+    return parts
+
+
+# --- the calibration file ---------------------------------------------------------------------------------------------
+def place_of(target: Target) -> dict[str, Any]:
+    """What a calibration is valid for."""
+    facts = machine(target.device)
+    return {
+        "target": target.name,
+        "fingerprint": fingerprint(target.model),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        "processor": facts["gpu"] or facts["cpu"],
+        "threads": facts["threads"],
+    }
+
+
+def calibration_path(target: Target) -> Path:
+    """Where this target's calibration on this machine is kept."""
+    place = place_of(target)
+    name = "-".join([place["fingerprint"].split(":")[-1][:16], place["dtype"], place["device"], str(place["threads"])])
+    return cache_folder() / "calibration" / f"{name}.json"
+
+
+def save(calibration: Calibration, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write((json.dumps(calibration.as_dict(), indent=1, allow_nan=False) + "\n").encode())
+    return path
+
+
+def load(path: str | os.PathLike[str], target: Target) -> Calibration:
+    """A calibration, checked against the target and the machine.
+
+    Raises:
+        InvalidInput: no such file, or it was made for another target, number format or processor.
+        InvalidArtifact: a file that is no calibration.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise InvalidInput(f"{path}: there is no calibration for target {target.name!r} here; run repairzoo autotune")
+    found = Calibration.from_dict(parse_json(path.read_bytes(), str(path)), str(path))
+    here = place_of(target)
+    for key in ("fingerprint", "dtype", "device", "processor"):
+        if found.place.get(key) != here[key]:
+            raise InvalidInput(
+                f"{path} was measured with {key} {found.place.get(key)!r}, here it is {here[key]!r}: run repairzoo "
+                "autotune again"
+            )
+    if found.place.get("threads") != here["threads"]:
+        warnings.warn(
+            f"{path} was measured with {found.place.get('threads')} threads, this process has {here['threads']}",
+            stacklevel=3,
+        )
+    return found
+
+
+def tuned(
+    tune: Any, target: Target, backbone: Any, *, head: Any, tree: int | str | None, block: int | None
+) -> tuple[Any, int | str | None, int | None]:
+    """Head, tree and block of the fastest candidate that agrees with what was given (None: open).
+
+    Raises:
+        InvalidInput: no calibration, or none of its candidates agrees.
+    """
+    if tune != "auto" and not isinstance(tune, (str, os.PathLike)):
+        raise InvalidInput(f"tune={tune!r}: give None, 'auto' or the path of a calibration file")
+    found = load(calibration_path(target) if tune == "auto" else tune, target)
+    kind = backbone if isinstance(backbone, str) else getattr(backbone, "kind", "")
+    fitting = [
+        c
+        for c in found.candidates
+        if c.spec.backbone == kind
+        and (head is None or c.spec.head == head)
+        and (tree is None or c.spec.tree == tree)
+        and (block is None or c.spec.block == block)
+    ]
+    if not fitting:
+        raise InvalidInput(
+            f"tune={str(tune)!r}: the calibration has no candidate with backbone {kind!r}, head {head!r}, "
+            f"tree {tree!r} and block {block!r}; it has {', '.join(c.spec.name for c in found.candidates)}"
+        )
+    spec = max(fitting, key=lambda c: c.predicted).spec
+    parts = None if spec.head == "none" else _calibrated(spec.head, found.curve, found.overhead)
+    return parts, spec.tree, spec.block

@@ -1,0 +1,81 @@
+"""``repairzoo autotune``: measure this target here, and keep what is fastest for ``build(..., tune="auto")``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from repairzoo.commands.shared import Dtype, Json, print_json, reporting
+from repairzoo.errors import InvalidInput
+
+
+def autotune(
+    backbones: Annotated[str, typer.Option(help="Registry names, comma-separated; all.")] = "dflash",
+    heads: Annotated[str, typer.Option(help="Heads to choose from, comma-separated; all.")] = "all",
+    trees: Annotated[str, typer.Option(help="Node budgets: chain, numbers, comma-separated.")] = "chain,8,12",
+    blocks: Annotated[str, typer.Option(help="Block lengths: all, trained, numbers, comma-separated.")] = "all",
+    suites: Annotated[str, typer.Option(help="Prompts: packaged suites, .jsonl files, datasets:...; all.")] = "all",
+    count: Annotated[int, typer.Option(help="Prompts of each suite.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Answer tokens of each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Temperature of the answers.")] = 0.0,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.", show_default="torch's")] = None,
+    out: Annotated[Path | None, typer.Option(help="Calibration file.", show_default="in the cache")] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose block length, node budget and head by predicted tokens per second, check the choice, and keep it."""
+    with reporting(as_json):
+        lengths = None  # every length
+        if blocks != "all":
+            lengths = [None if b == "trained" else _number("blocks", b) for b in map(str.strip, blocks.split(","))]
+        budgets = [None if t.strip() == "chain" else _number("trees", t.strip()) for t in trees.split(",") if t.strip()]
+        import torch  # here, and not above: --help must answer at once
+
+        from repairzoo.bench.suites import SUITES, load_suite
+        from repairzoo.bench.tune import autotune as tune
+        from repairzoo.bench.tune import calibration_path, save
+        from repairzoo.zoo import as_target
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        names = list(SUITES) if suites == "all" else [s.strip() for s in suites.split(",") if s.strip()]
+        prompts = [p for suite in names for p in load_suite(suite, count)]
+        loaded = as_target(target, device, None if dtype is None else dtype.value)
+        found = tune(
+            loaded,
+            prompts,
+            backbones=[b.strip() for b in backbones.split(",") if b.strip()],
+            heads=[h.strip() for h in heads.split(",") if h.strip()],
+            trees=budgets,
+            blocks=lengths,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            say=lambda line: print(line, file=sys.stderr),
+        )
+        place = save(found, out or calibration_path(loaded))
+        if as_json:
+            print_json({**found.as_dict(), "file": str(place)})
+            return
+        best = sorted(found.candidates, key=lambda c: -c.predicted)[:5]
+        print(f"{'cell':32} {'τ':>5} {'predicted':>10} tokens/s")
+        for candidate in best:
+            print(f"{candidate.spec.name:32} {candidate.tau:5.2f} {candidate.predicted:10.1f}")
+        print(
+            f"\nchosen {found.chosen.spec.name}: predicted {found.chosen.predicted:.1f}, measured {found.measured:.1f} "
+            f"tokens/s ({100 * (found.measured / found.chosen.predicted - 1):+.1f} %)"
+        )
+        print(f'kept in {place}; build(..., tune="auto") uses it')
+
+
+def _number(option: str, text: str) -> int:
+    if not text.isdigit():
+        raise InvalidInput(f"--{option} {text!r}: give whole numbers, separated by commas")
+    return int(text)

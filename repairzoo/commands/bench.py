@@ -1,0 +1,109 @@
+"""``repairzoo bench``: measure backbones and heads on this machine, against plain decoding and against others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from repairzoo.commands.shared import Dtype, reporting
+from repairzoo.errors import InvalidInput
+
+
+def bench(
+    run: Annotated[Path, typer.Argument(help="Raw file to write, or to continue (.jsonl).", show_default=False)],
+    backbones: Annotated[str, typer.Option(help="Names or folders, comma-separated; all.")] = "dflash",
+    heads: Annotated[str, typer.Option(help="Heads (a+b stacks them), comma-separated; all; none.")] = "none",
+    trees: Annotated[str, typer.Option(help="Node budgets: chain, best-first, numbers, comma-separated.")] = "chain",
+    blocks: Annotated[str, typer.Option(help="Block lengths: trained, numbers, comma-separated.")] = "trained",
+    cells: Annotated[
+        str, typer.Option(help="Instead of a matrix: cells like dflash+dels@tree12@block4, comma-separated.")
+    ] = "",
+    others: Annotated[
+        str,
+        typer.Option(
+            help="Also measure hf-greedy, hf-loop, hf-lookup, hf-dflash, dflash-package, flashspec-lookup; all."
+        ),
+    ] = "",
+    suites: Annotated[
+        str, typer.Option(help="Packaged suites, .jsonl files, datasets:NAME#SPLIT/COLUMN, comma-separated; all.")
+    ] = "all",
+    count: Annotated[int | None, typer.Option(help="Prompts of each suite.", show_default="all")] = None,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
+    batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
+    max_new_tokens: Annotated[int, typer.Option(help="Budget of new tokens a prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Times that everything is measured.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    prefixes: Annotated[
+        int, typer.Option(help="Prompts of each suite that are replayed for native, selected and oracle prefixes.")
+    ] = 2,
+    oracle: Annotated[int, typer.Option(help="Candidates a slot of the oracle.")] = 16,
+    baseline: Annotated[
+        bool, typer.Option("--baseline/--no-baseline", help="Plain decoding beside every cell.")
+    ] = True,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.", show_default="torch's")] = None,
+) -> None:
+    """Measure cells on prompts, interleaved in one process; an interrupted run goes on where it stopped.
+
+    `repairzoo report RUN` makes tables and a page with plots of the raw file.
+    """
+    with reporting(False):
+        if run.suffix != ".jsonl":
+            raise InvalidInput(f"{run}: name a file that ends in .jsonl")
+        budgets = [None if t == "chain" else t if t == "best-first" else _number("trees", t) for t in _list(trees)]
+        lengths = [None if b == "trained" else _number("blocks", b) for b in _list(blocks)]
+        import torch  # here, and not above: --help must answer at once
+
+        from repairzoo.bench.run import Plan
+        from repairzoo.bench.run import run as measure
+        from repairzoo.bench.suites import SUITES
+        from repairzoo.zoo import as_target
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        plan = Plan(
+            backbones=_list(backbones),
+            heads=_list(heads),
+            trees=budgets,
+            blocks=lengths,
+            cells=_list(cells),
+            others=_list(others),
+            suites=list(SUITES) if suites == "all" else _list(suites),
+            count=count,
+            temperatures=[_real("temperatures", t) for t in _list(temperatures)],
+            batches=[_number("batches", b) for b in _list(batches)],
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            seed=seed,
+            prefixes=prefixes,
+            oracle=oracle,
+            baseline=baseline,
+        )
+        loaded = as_target(target, device, None if dtype is None else dtype.value)
+        measure(plan, loaded, run, say=lambda line: print(line, file=sys.stderr))
+        print(f"{run}: measured. Tables and plots: repairzoo report {run}", file=sys.stderr)
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _number(option: str, text: str) -> int:
+    if not text.isdigit():
+        raise InvalidInput(f"--{option} {text!r}: give whole numbers, separated by commas")
+    return int(text)
+
+
+def _real(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInput(f"--{option} {text!r}: give numbers, separated by commas") from None
