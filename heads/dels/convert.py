@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from repairzoo.errors import InvalidArtifact, InvalidInput
+from repairzoo.learned_head import DTYPES
 
-from .head import DTYPES, DeLS, DeLSConfig
+from .head import DeLS, DeLSConfig
 
 NAMES = {  # published name -> ours
     "prefix_gru.weight_ih_l0": "gru_input",
