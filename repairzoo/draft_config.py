@@ -11,13 +11,16 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from repairzoo.errors import InvalidArtifact
+from repairzoo.speculators import NEST, native
 
-NEST = "dflash_config"
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 # what a required key means, for the message that misses it
@@ -97,7 +100,8 @@ KINDS: dict[str, str] = {
 # fmt: off
 NOISE = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "add_cross_attention", "architectures",
-    "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward", "converted_from",
+    "cross_attention_hidden_size",
     "decoder_start_token_id", "eos_token_id", "finetuning_task", "id2label", "initializer_range", "is_decoder",
     "is_encoder_decoder", "label2id", "max_position_embeddings", "max_window_layers", "name_or_path", "num_anchors",
     "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "pruned_heads",
@@ -115,7 +119,8 @@ class DraftConfig:
         block_size: rows of a block: the anchor and ``block_size - 1`` masks.
         mask_token_id: row of the target's embedding table.
         target_layer_ids: tapped decoder layers (0-based; -1 is the embedding output), in concatenation order.
-        num_target_layers, vocab_size: of the target.
+        num_target_layers, vocab_size: of the target. The former is None only where a packaging (speculators) has no
+            place for it.
         hidden_size .. rms_norm_eps, attention_bias: shape of the draft's layers.
         rope: ``rope_type``, ``rope_theta`` and the parameters of the type.
         windows: per layer, None or the window ``W`` (a key is seen iff query position - key position < W).
@@ -132,7 +137,7 @@ class DraftConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -151,6 +156,9 @@ class DraftConfig:
     dtype: torch.dtype
     published: dict[str, Any] = field(repr=False)
 
+    name: ClassVar[str] = "block-parallel"  # of the backbone, for messages
+    meaning: ClassVar[Mapping[str, str]] = {}  # of its own keys
+
     def __post_init__(self) -> None:
         ids = self.target_layer_ids
         checks = (
@@ -165,9 +173,9 @@ class DraftConfig:
                 f"target_layer_ids {list(ids)} must be distinct, at least one",
             ),
             (
-                all(-1 <= i < self.num_target_layers for i in ids),
-                f"target_layer_ids {list(ids)} must lie in -1 .. num_target_layers - 1 = {self.num_target_layers - 1} "
-                "(0-based decoder layers, -1 is the embedding output)",
+                all(i >= -1 and (self.num_target_layers is None or i < self.num_target_layers) for i in ids),
+                f"target_layer_ids {list(ids)} must lie in -1 .. num_target_layers - 1, num_target_layers is "
+                f"{self.num_target_layers} (0-based decoder layers, -1 is the embedding output)",
             ),
             (
                 self.num_attention_heads % self.num_key_value_heads == 0,
@@ -185,13 +193,53 @@ class DraftConfig:
                 raise InvalidArtifact(problem)
 
     @classmethod
-    def from_dict(cls, published: Mapping[str, Any], where: str = "config.json") -> DraftConfig:
-        """Read a published config; every backbone has its own, since what it must refuse differs."""
+    def from_dict(cls, published: Mapping[str, Any], where: str = "config.json") -> Self:
+        """Read a published config.
+
+        Args:
+            published: the parsed ``config.json``, in any packaging of this kind of draft.
+            where: the file, for messages.
+
+        Raises:
+            InvalidArtifact: a key is missing, contradictory, of the wrong type, or asks for what is not computed here;
+                the message names the key, the file and the fix.
+        """
+        if not isinstance(published, Mapping):
+            raise InvalidArtifact(f"{where}: not a JSON object; give the config.json of a {cls.name} draft")
+        try:
+            reader = Reader(native(published), cls.meaning)
+            config = cls.read(reader)
+            reader.refuse_unknown()
+        except InvalidArtifact as error:
+            raise InvalidArtifact(f"{where}: {error}") from error
+        return config
+
+    @classmethod
+    def read(cls, reader: Reader) -> Self:
+        """What :meth:`from_dict` reads; every backbone has its own, since what it must refuse differs."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """The published dictionary, equal to what was read."""
         return copy.deepcopy(self.published)
+
+
+def nested_config(
+    trunk: DraftConfig, architecture: str, own: Mapping[str, Any], block_size: int | None = None
+) -> dict[str, Any]:
+    """The published dictionary of a new draft with the trunk of another, its own keys nested in ``dflash_config``.
+
+    Args:
+        trunk: a draft's config; what it states of the trunk is taken over, as far as ``own`` does not state it.
+        block_size: default the trunk's.
+    """
+    published, rows = trunk.to_dict(), block_size or trunk.block_size
+    taken = {"mask_token_id": trunk.mask_token_id, "target_layer_ids": list(trunk.target_layer_ids)}
+    inner = {**published.get(NEST, {}), **taken, **own}
+    if "block_size" in inner:
+        inner["block_size"] = rows
+    kept = {key: value for key, value in published.items() if key == "block_size" or key not in inner}
+    return kept | {"architectures": [architecture], "block_size": rows, NEST: inner}
 
 
 def default_target_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -344,7 +392,7 @@ def read_common(reader: Reader, families: Sequence[str] = ("qwen3",)) -> dict[st
         "block_size": reader.integer("block_size", nested=True),
         "mask_token_id": reader.integer("mask_token_id", least=0, nested=True),
         "target_layer_ids": reader.integers("target_layer_ids", nested=True),
-        "num_target_layers": reader.integer("num_target_layers"),
+        "num_target_layers": _depth(reader),
         "vocab_size": reader.integer("vocab_size"),
         "hidden_size": reader.integer("hidden_size"),
         "intermediate_size": reader.integer("intermediate_size"),
@@ -363,6 +411,15 @@ def read_common(reader: Reader, families: Sequence[str] = ("qwen3",)) -> dict[st
         "dtype": _dtype(reader),
         "published": copy.deepcopy(reader.raw),
     }
+
+
+def _depth(reader: Reader) -> int | None:
+    """Layers of the target; speculators' configs have no place for them."""
+    origin = reader.get("converted_from", required=False)
+    foreign = isinstance(origin, Mapping) and origin.get("layout") == "speculators"
+    if foreign and reader.get("num_target_layers", required=False) is None:
+        return None
+    return reader.integer("num_target_layers")
 
 
 def _layers(reader: Reader, count: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:

@@ -11,10 +11,19 @@ from torch import Tensor
 from repairzoo.artifact import tensors_hash
 from repairzoo.errors import InvalidArtifact
 from repairzoo.safe_file import parse_json, read_header, read_safetensors, require_tensors, write_safetensors
+from repairzoo.speculators import is_speculators
+from repairzoo.speculators import tensors as speculators_tensors
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 HASH = "tensors_sha256"
 OLD_PREFIX = "logit_head."  # early Domino and DSpark files have it before the names of their causal head
+# ModelOpt's flat names of DSpark's heads
+FLAT_NAMES = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "confidence_proj.weight": "confidence_head.proj.weight",
+    "confidence_proj.bias": "confidence_head.proj.bias",
+}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -30,39 +39,32 @@ def read_weights(
         optional: expected tensors that may be absent.
 
     Returns:
-        the tensors by their expected names, and the names in the file of those that carry the prefix ``logit_head.``.
+        the tensors by their expected names, and the names in the file of those that have older or ModelOpt's names.
 
     Raises:
         InvalidArtifact: a file is missing or damaged; a tensor is missing, unknown, not finite, or of another shape or
             dtype. The message names the file and the tensor.
     """
-    single, index = folder / WEIGHTS, folder / INDEX
-    if single.is_file() and index.is_file():
-        raise InvalidArtifact(
-            f"{folder}: has both {WEIGHTS} and {INDEX}; remove the one that the release does not have"
-        )
-    if single.is_file():
-        tensors, where = _read_file(single), single
-        homes = dict.fromkeys(tensors, single)
-    elif index.is_file():
-        tensors, homes = _read_shards(folder, index)
-        where = index
-    else:
-        pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
-        if pickles:
+    tensors, homes, where = read_all(folder)
+    config = folder / CONFIG
+    if config.is_file() and is_speculators(parse_json(config.read_bytes(), str(config))):
+        old = dict(tensors)
+        tensors = speculators_tensors(tensors, str(where))
+        homes = {name: homes[name if name in old else f"domino_head.{name}"] for name in tensors}
+        borrowed = [n for n in tensors if n.startswith(("embed_tokens.", "lm_head.")) and n not in expected]
+        if borrowed:
             raise InvalidArtifact(
-                f"{folder}: no {WEIGHTS}, only {', '.join(pickles)}, which is never unpickled here; make safetensors "
-                "of it with `repairzoo convert`"
+                f"{homes[borrowed[0]]}: tensor {borrowed[0]!r}: this file brings its own copy of the target's table; "
+                "`repairzoo convert SRC DST --target TARGET` compares it and shares the target's"
             )
-        raise InvalidArtifact(f"{folder / WEIGHTS}: no such file (nor {INDEX}); fetch the draft again")
     for name in tensors:
         if name.startswith(("embed_tokens.", "lm_head.")) and name not in expected:
             raise InvalidArtifact(
                 f"{homes[name]}: unknown tensor {name!r}: this kind of draft borrows it from its target; drafts that "
                 "store it (DeepSpec's) follow another slot convention"
             )
-    stored = {name.removeprefix(OLD_PREFIX): name for name in tensors if name.startswith(OLD_PREFIX)}
-    stored = {name: old for name, old in stored.items() if name in expected}
+    stored = {FLAT_NAMES.get(name, name.removeprefix(OLD_PREFIX)): name for name in tensors}
+    stored = {name: old for name, old in stored.items() if name != old and name in expected}
     for name, old in stored.items():
         if name in tensors:
             raise InvalidArtifact(f"{homes[old]}: tensor {name!r} is there twice, once as {old!r}; keep one")
@@ -76,6 +78,32 @@ def read_weights(
                 "config and weights of one release"
             )
     return tensors, stored
+
+
+def read_all(folder: Path) -> tuple[dict[str, Tensor], dict[str, Path], Path]:
+    """Every tensor of a draft's folder by its stored name, the file of each, and the file that lists them.
+
+    Raises:
+        InvalidArtifact: a file is missing or damaged; pickles are named, not read.
+    """
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.is_file() and index.is_file():
+        raise InvalidArtifact(
+            f"{folder}: has both {WEIGHTS} and {INDEX}; remove the one that the release does not have"
+        )
+    if single.is_file():
+        tensors = _read_file(single)
+        return tensors, dict.fromkeys(tensors, single), single
+    if index.is_file():
+        tensors, homes = _read_shards(folder, index)
+        return tensors, homes, index
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
+    if pickles:
+        raise InvalidArtifact(
+            f"{folder}: no {WEIGHTS}, only {', '.join(pickles)}, which is never unpickled here; make safetensors "
+            "of it with `repairzoo convert`"
+        )
+    raise InvalidArtifact(f"{folder / WEIGHTS}: no such file (nor {INDEX}); fetch the draft again")
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], more: Mapping[str, str] | None = None) -> None:

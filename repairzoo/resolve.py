@@ -12,6 +12,8 @@ from repairzoo.draft_config import NEST
 from repairzoo.draft_files import CONFIG
 from repairzoo.errors import InvalidArtifact
 from repairzoo.safe_file import parse_json
+from repairzoo.speculators import MARKS, first_slot, is_speculators
+from repairzoo.speculators import kind as speculators_kind
 
 # what other public drafts state in `architectures`, and what they are
 _OTHER = {
@@ -21,12 +23,15 @@ _OTHER = {
 }
 
 
+LAYOUTS = ("z-lab", "Domino", "DeepSpec", "SpecForge", "ModelOpt", "speculators")
+
+
 @dataclass(frozen=True, slots=True)
 class Packaging:
     """How a published draft is packed.
 
     Attributes:
-        kind: registry name of the backbone. layout: whose packaging it is.
+        kind: registry name of the backbone. layout: whose packaging it is: one of :data:`LAYOUTS`.
         first_slot: block row of slot 0. Row ``first_slot + i`` predicts the token at ``anchor position + 1 + i``.
         told_by: the key that decided.
     """
@@ -68,10 +73,12 @@ def resolve_config(config: Any, where: str = CONFIG) -> Packaging:
             f"{where}: key {key!r}: this is {what}; use a DFlash, Domino or DSpark draft on Qwen3 layers"
         )
 
-    for key in ("speculators_config", "speculators_model_type", "transformer_layer_config"):
-        if key in config:
-            what = "a vLLM speculators artifact, whose layer ids are shifted by one and whose vocabulary may be reduced"
-            raise refuse(key, f"{what}: load the release it was converted from")
+    if is_speculators(config):
+        try:
+            told_by = next(key for key in MARKS if key in config)
+            return Packaging(speculators_kind(config), "speculators", first_slot(config), told_by)
+        except InvalidArtifact as error:
+            raise InvalidArtifact(f"{where}: {error}") from error
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         if name in _OTHER:
@@ -85,8 +92,20 @@ def resolve_config(config: Any, where: str = CONFIG) -> Packaging:
                 "and is not guessed; add it from the draft's release"
             )
         return Packaging("domino", "Domino", 0 if shifted else 1, "projector_type")
-    if projector == "dspark":
-        return Packaging("dspark", "SpecForge", 0, "projector_type")
+    if projector == "lilicorr":
+        raise InvalidArtifact(
+            f"{where}: key 'projector_type' is 'lilicorr': this folder holds a DFlash draft and a LiLiCorr head; take "
+            "them apart with `repairzoo convert SRC DST --part head` (or --part backbone)"
+        )
+    # only ModelOpt's exports state these beside a Markov head
+    flat = next((key for key in ("has_lm_head", "sample_from_anchor") if stated(key) is not None), None)
+    if projector == "dspark" or (flat and stated("markov_rank") is not None):
+        if stated("sample_from_anchor") is False:
+            raise InvalidArtifact(
+                f"{where}: key 'sample_from_anchor' is false: this DSpark reserves block row 0 (NVIDIA's Nemotron "
+                "head does), which is not computed here; use a release whose row 0 predicts"
+            )
+        return Packaging("dspark", "ModelOpt" if flat else "SpecForge", 0, flat or "projector_type")
     if projector not in (None, "dflash"):
         raise refuse("projector_type", f"a draft with the unknown causal head {projector!r}")
     if (key := next((key for key in config if key.startswith("dspark_")), None)) is not None:
@@ -102,4 +121,8 @@ def resolve_config(config: Any, where: str = CONFIG) -> Packaging:
             f"{where}: key {missing!r} is missing (in {NEST} or at the top level), so this is no DFlash, Domino or "
             "DSpark draft; give the folder of one, or add the key from the draft's release"
         )
+    family = config.get("model_type")
+    if family == "qwen3_5":
+        what = "a draft on Qwen3.5 layers, whose norms are stored as an offset from one and would be read as weights"
+        raise refuse("model_type", what)
     return Packaging("dflash", "z-lab", 1, NEST if NEST in config else "target_layer_ids")

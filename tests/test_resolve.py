@@ -66,7 +66,11 @@ def test_layouts_that_look_alike():
     ("changes", "words"),
     [
         ({"speculators_config": {}}, ("speculators_config", "speculators")),
-        ({"speculators_model_type": "dspark"}, ("speculators_model_type", "shifted by one")),
+        ({"speculators_model_type": "eagle3"}, ("speculators_model_type", "'eagle3'")),
+        ({"speculators_model_type": "dflash2"}, ("speculators_model_type", "DFlash 2")),
+        ({"projector_type": "dspark", "sample_from_anchor": False}, ("sample_from_anchor", "row 0")),
+        ({"projector_type": "lilicorr"}, ("lilicorr", "--part")),
+        ({"model_type": "qwen3_5"}, ("model_type", "offset")),
         ({"architectures": ["DFlash2DraftModel"]}, ("architectures", "DFlash 2")),
         ({"selector_rank": 64}, ("selector_rank", "DFlash 2")),
         ({"conv_kernel_size": 3}, ("conv_kernel_size", "DFlash 2")),

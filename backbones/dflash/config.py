@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
 from repairzoo.draft_config import NEST, DraftConfig, Reader, default_target_layers, read_common
-from repairzoo.errors import InvalidArtifact
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(slots=True)
 class DFlashConfig(DraftConfig):
     """A DFlash draft; see :class:`repairzoo.draft_config.DraftConfig`."""
 
+    name: ClassVar[str] = "DFlash"
+
     @classmethod
-    def from_dict(cls, published: Mapping[str, Any], where: str = "config.json") -> DFlashConfig:
-        """Read a published config.
-
-        Args:
-            published: the parsed ``config.json``.
-            where: the file, for messages.
-
-        Raises:
-            InvalidArtifact: a key is missing, contradictory, of the wrong type, or asks for what is not computed here;
-                the message names the key, the file and the fix.
-        """
-        if not isinstance(published, Mapping):
-            raise InvalidArtifact(f"{where}: not a JSON object; give the config.json of a DFlash draft")
-        try:
-            reader = Reader(published)
-            reader.refuse_kinds("DFlash", ["DFlashDraftModel"])
-            reader.refuse_features()
-            config = cls(**read_common(reader))
-            reader.refuse_unknown()
-        except InvalidArtifact as error:
-            raise InvalidArtifact(f"{where}: {error}") from error
-        return config
+    def read(cls, reader: Reader) -> Self:
+        reader.refuse_kinds("DFlash", ["DFlashDraftModel"])
+        reader.refuse_features()
+        return cls(**read_common(reader))
 
 
 def new_config(

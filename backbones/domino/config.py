@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-from repairzoo.draft_config import NEST, DraftConfig, Reader, read_common
+from repairzoo.draft_config import DraftConfig, Reader, nested_config, read_common
 from repairzoo.errors import InvalidArtifact
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ARCHITECTURES = ("DominoDraftModel", "DFlashDraftModel")  # the first public drafts state DFlash's
 PROJECTORS = ("domino", "causal_v5")  # the second is the name of early drafts
@@ -41,34 +44,29 @@ class DominoConfig(DraftConfig):
     use_bias_norm: bool
     use_bias_gate: bool
 
+    name: ClassVar[str] = "Domino"
+    meaning: ClassVar[Mapping[str, str]] = MEANING
+
     @classmethod
-    def from_dict(cls, published: Mapping[str, Any], where: str = "config.json") -> DominoConfig:
-        """Read a published config; arguments and errors as for ``DFlashConfig.from_dict``."""
-        if not isinstance(published, Mapping):
-            raise InvalidArtifact(f"{where}: not a JSON object; give the config.json of a Domino draft")
-        try:
-            reader = Reader(published, MEANING)
-            reader.refuse_kinds("Domino", ARCHITECTURES, own=("gru_hidden_dim", "pure_draft_prefix_len"))
-            reader.refuse_features(own=("projector_type", "shift_label", *OPTIONS))
-            projector = reader.get("projector_type", nested=True)
-            if projector not in PROJECTORS:
-                raise InvalidArtifact(
-                    f"key 'projector_type' is {projector!r}; a Domino draft states 'domino' (or 'causal_v5'); load "
-                    "it as the backbone that it is"
-                )
-            config = cls(
-                **read_common(reader),
-                shift_label=reader.boolean("shift_label", nested=True),
-                pure_draft_prefix_len=reader.integer("pure_draft_prefix_len", least=0, nested=True),
-                emb_dim=reader.integer("emb_dim", nested=True),
-                gru_hidden_dim=reader.integer("gru_hidden_dim", nested=True),
-                use_bias_norm=reader.boolean("use_bias_norm", nested=True, absent=False),
-                use_bias_gate=reader.boolean("use_bias_gate", nested=True, absent=False),
+    def read(cls, reader: Reader) -> Self:
+        reader.refuse_kinds("Domino", ARCHITECTURES, own=("gru_hidden_dim", "pure_draft_prefix_len"))
+        reader.refuse_features(own=("projector_type", "shift_label", *OPTIONS))
+        projector = reader.get("projector_type", nested=True)
+        if projector not in PROJECTORS:
+            raise InvalidArtifact(
+                f"key 'projector_type' is {projector!r}; a Domino draft states 'domino' (or 'causal_v5'); load it as "
+                "the backbone that it is"
             )
-            reader.refuse_unknown()
-            _check(config)
-        except InvalidArtifact as error:
-            raise InvalidArtifact(f"{where}: {error}") from error
+        config = cls(
+            **read_common(reader),
+            shift_label=reader.boolean("shift_label", nested=True),
+            pure_draft_prefix_len=reader.integer("pure_draft_prefix_len", least=0, nested=True),
+            emb_dim=reader.integer("emb_dim", nested=True),
+            gru_hidden_dim=reader.integer("gru_hidden_dim", nested=True),
+            use_bias_norm=reader.boolean("use_bias_norm", nested=True, absent=False),
+            use_bias_gate=reader.boolean("use_bias_gate", nested=True, absent=False),
+        )
+        _check(config)
         return config
 
 
@@ -101,19 +99,12 @@ def new_config(
         trunk: a draft's config (DFlash's, or this one's own); what it states of the trunk is taken over.
         block_size: default the trunk's.
     """
-    published, rows = trunk.to_dict(), block_size or trunk.block_size
-    inner = {
-        "mask_token_id": trunk.mask_token_id,
-        "target_layer_ids": list(trunk.target_layer_ids),
+    own = {
         "projector_type": "domino",
         "pure_draft_prefix_len": pure_draft_prefix_len,
         "emb_dim": emb_dim,
         "gru_hidden_dim": gru_hidden_dim,
         "shift_label": shift_label,
     }
-    inner = {**published.get(NEST, {}), **inner}
-    if "block_size" in inner:
-        inner["block_size"] = rows
-    published = {key: value for key, value in published.items() if key == "block_size" or key not in inner}
-    changes = {"architectures": ["DominoDraftModel"], "block_size": rows, NEST: inner, "emb_dim": emb_dim}
-    return DominoConfig.from_dict(published | changes, "new config")
+    published = nested_config(trunk, "DominoDraftModel", own, block_size)
+    return DominoConfig.from_dict(published | {"emb_dim": emb_dim}, "new config")

@@ -1,24 +1,29 @@
-"""The published config of a DSpark draft (DeepSpec's flat one, SpecForge's nested one), strictly read."""
+"""The published config of a DSpark draft, flat (DeepSpec) or nested (SpecForge, ModelOpt), strictly read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from repairzoo.draft_config import NEST, DraftConfig, Reader, positive, read_common
+from repairzoo.draft_config import DraftConfig, Reader, nested_config, positive, read_common
 from repairzoo.errors import InvalidArtifact
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")  # DeepSpec's, SpecForge's
 TYPES = ("vanilla", "gated", "rnn")
 HEADS = ("enable_confidence_head", "confidence_head_with_markov")
 CALIBRATION = "confidence_temperatures"
-TRAINING = ("num_anchors", "confidence_head_alpha", "attention_mode")  # they change nothing that is drafted
+# they change nothing that is drafted; has_lm_head is ModelOpt's, and the tensors show it anyway
+TRAINING = ("num_anchors", "confidence_head_alpha", "attention_mode", "has_lm_head")
 MEANING = {
     "markov_rank": "rank of the Markov head; 0 is no such head",
     "markov_head_type": "'vanilla', 'gated' or 'rnn'",
     "enable_confidence_head": "whether the draft has a confidence head",
     "confidence_head_with_markov": "whether the confidence also reads the Markov embedding of the token before",
+    "sample_from_anchor": "whether block row 0 predicts (true in all drafts that are computed here)",
     "num_anchors": "a number of DeepSpec's training, which its own configs always state",
 }
 
@@ -39,60 +44,63 @@ class DSparkConfig(DraftConfig):
     confidence_with_markov: bool
     confidence_temperatures: tuple[float, ...] | None
 
+    name: ClassVar[str] = "DSpark"
+    meaning: ClassVar[Mapping[str, str]] = MEANING
+
     @classmethod
-    def from_dict(cls, published: Mapping[str, Any], where: str = "config.json") -> DSparkConfig:
-        """Read a published config; arguments and errors as for ``DFlashConfig.from_dict``."""
-        if not isinstance(published, Mapping):
-            raise InvalidArtifact(f"{where}: not a JSON object; give the config.json of a DSpark draft")
-        try:
-            reader = Reader(published, MEANING)
-            reader.refuse_kinds("DSpark", ARCHITECTURES, own=("markov_rank", "markov_head_type"))
-            reader.refuse_features(own=("projector_type", *HEADS))
-            projector = reader.get("projector_type", nested=True, required=False)
-            if projector not in (None, "dspark"):
-                raise InvalidArtifact(
-                    f"key 'projector_type' is {projector!r}; a DSpark draft states 'dspark' (SpecForge) or nothing "
-                    "(DeepSpec); load it as the backbone that it is"
-                )
-            common = read_common(reader, ("qwen3", "dspark"))
-            rank = reader.integer("markov_rank", least=0, nested=True)
-            kind = reader.get("markov_head_type", nested=True, required=rank > 0)
-            if rank and kind not in TYPES:
-                raise InvalidArtifact(f"key 'markov_head_type' is {kind!r}; known are {', '.join(TYPES)}")
-            confidence = reader.boolean("enable_confidence_head", nested=True)
-            absent = None if confidence else False
-            with_markov = reader.boolean("confidence_head_with_markov", nested=True, absent=absent) and confidence
-            for key, neutral in (("output_multiplier", 1.0), ("final_logit_softcapping", None)):
-                if common[key] != neutral:
-                    raise InvalidArtifact(
-                        f"key {key!r} is {common[key]!r}: whether it applies to the Markov head's bias, too, is not "
-                        "known; it is not guessed"
-                    )
-            if with_markov and not rank:
-                raise InvalidArtifact("key 'confidence_head_with_markov' is true but 'markov_rank' is 0")
-            temperatures = reader.get(CALIBRATION, required=False)
-            if temperatures is not None:
-                if not confidence or not isinstance(temperatures, list) or len(temperatures) != common["block_size"]:
-                    raise InvalidArtifact(
-                        f"key {CALIBRATION!r} must be a list of block_size = {common['block_size']} numbers, in a "
-                        f"draft with a confidence head; it is {temperatures!r}"
-                    )
-                temperatures = tuple(positive(CALIBRATION, value) for value in temperatures)
-            if projector is None and common["published"].get("model_type") == "qwen3":
-                reader.integer("num_anchors")
-            reader.read |= set(TRAINING)
-            reader.refuse_unknown()
-            config = cls(
-                **common,
-                markov_rank=rank,
-                markov_head_type=kind if rank else None,
-                confidence=confidence,
-                confidence_with_markov=with_markov,
-                confidence_temperatures=temperatures,
+    def read(cls, reader: Reader) -> Self:
+        reader.refuse_kinds("DSpark", ARCHITECTURES, own=("markov_rank", "markov_head_type"))
+        reader.refuse_features(own=("projector_type", "sample_from_anchor", *HEADS))
+        projector = reader.get("projector_type", nested=True, required=False)
+        if projector not in (None, "dspark"):
+            raise InvalidArtifact(
+                f"key 'projector_type' is {projector!r}; a DSpark draft states 'dspark' (SpecForge) or nothing "
+                "(DeepSpec); load it as the backbone that it is"
             )
-        except InvalidArtifact as error:
-            raise InvalidArtifact(f"{where}: {error}") from error
-        return config
+        if not reader.boolean("sample_from_anchor", nested=True, absent=True):
+            raise InvalidArtifact(
+                "key 'sample_from_anchor' is false: this draft reserves block row 0 (NVIDIA's Nemotron head does), "
+                "which is not computed here; use a release whose row 0 predicts"
+            )
+        common = read_common(reader, ("qwen3", "dspark"))
+        rank = reader.integer("markov_rank", least=0, nested=True)
+        kind = reader.get("markov_head_type", nested=True, required=rank > 0)
+        if rank and kind not in TYPES:
+            raise InvalidArtifact(f"key 'markov_head_type' is {kind!r}; known are {', '.join(TYPES)}")
+        confidence = reader.boolean("enable_confidence_head", nested=True)
+        absent = None if confidence else False
+        with_markov = reader.boolean("confidence_head_with_markov", nested=True, absent=absent) and confidence
+        for key, neutral in (("output_multiplier", 1.0), ("final_logit_softcapping", None)):
+            if common[key] != neutral:
+                raise InvalidArtifact(
+                    f"key {key!r} is {common[key]!r}: whether it applies to the Markov head's bias, too, is not known; "
+                    "it is not guessed"
+                )
+        if with_markov and not rank:
+            raise InvalidArtifact("key 'confidence_head_with_markov' is true but 'markov_rank' is 0")
+        if projector is None and common["published"].get("model_type") == "qwen3":
+            reader.integer("num_anchors")
+        reader.read |= set(TRAINING)
+        return cls(
+            **common,
+            markov_rank=rank,
+            markov_head_type=kind if rank else None,
+            confidence=confidence,
+            confidence_with_markov=with_markov,
+            confidence_temperatures=_temperatures(reader, confidence, common["block_size"]),
+        )
+
+
+def _temperatures(reader: Reader, confidence: bool, slots: int) -> tuple[float, ...] | None:
+    values: Any = reader.get(CALIBRATION, required=False)
+    if values is None:
+        return None
+    if not confidence or not isinstance(values, list) or len(values) != slots:
+        raise InvalidArtifact(
+            f"key {CALIBRATION!r} must be a list of block_size = {slots} numbers, in a draft with a confidence head; "
+            f"it is {values!r}"
+        )
+    return tuple(positive(CALIBRATION, value) for value in values)
 
 
 def new_config(
@@ -110,20 +118,13 @@ def new_config(
         trunk: a draft's config (DFlash's, or this one's own); what it states of the trunk is taken over.
         block_size: default the trunk's.
     """
-    published, rows = trunk.to_dict(), block_size or trunk.block_size
-    inner = {
-        **published.get(NEST, {}),
-        "mask_token_id": trunk.mask_token_id,
-        "target_layer_ids": list(trunk.target_layer_ids),
+    own = {
         "projector_type": "dspark",
         "markov_rank": markov_rank,
         "markov_head_type": markov_head_type,
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": confidence and confidence_with_markov and markov_rank > 0,
     }
-    if "block_size" in inner:
-        inner["block_size"] = rows
-    published = {key: value for key, value in published.items() if key == "block_size" or key not in inner}
+    published = nested_config(trunk, "DSparkDraftModel", own, block_size)
     published.pop(CALIBRATION, None)  # of another head
-    changes = {"architectures": ["DSparkDraftModel"], "block_size": rows, NEST: inner}
-    return DSparkConfig.from_dict(published | changes, "new config")
+    return DSparkConfig.from_dict(published, "new config")
