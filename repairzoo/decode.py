@@ -16,6 +16,7 @@ from torch import Tensor
 
 from repairzoo.block import Corrector, DraftBlock, Pool, make_pool
 from repairzoo.errors import InvalidInput
+from repairzoo.row_law import RowLaw
 from repairzoo.sampling import Law, Stream, draw, uniform
 from repairzoo.target import KVCache, Target
 from repairzoo.tree import TokenTree, ancestor_mask, chain
@@ -95,7 +96,7 @@ class Engine:
         target, backbone: as loaded; ``heads``: repair heads in the order they apply (after the backbone's own
             corrector); the last may be an expander.
         law: the processed target law.
-        eos: ``[E]`` int64, ids that end a row (may be empty).
+        eos: ``[E]`` int64, ids that end a row (may be empty; -1 stands for none).
         nodes: budget of a best-first tree, or None for a chain.
         sampled: draw the chain from q and verify by ratio (needs temperature above 0); otherwise propose the best.
         pool: candidates per slot that the walk chooses from; None for the whole vocabulary.
@@ -109,7 +110,7 @@ class Engine:
     target: Target
     backbone: Backbone
     heads: tuple[Corrector | Expander, ...]
-    law: Law
+    law: Law | RowLaw
     eos: Tensor
     nodes: int | None = None
     sampled: bool = False
@@ -304,7 +305,7 @@ def verify_mask(tree: TokenTree, anchor: Tensor, bound: int) -> Tensor:
     return own | (relative < 0)[:, None]
 
 
-def choose(law: Law, logits: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+def choose(law: Law | RowLaw, logits: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
     """The target's own token at every node ``[B, M]``: argmax, or a draw by the counter of the position it will fill.
 
     Nodes of one depth share a number; only one of them lies on the path, and the path never looks at later draws.
@@ -381,9 +382,32 @@ def _truncate(emitted: Tensor, count: Tensor, state: State, eos: Tensor) -> tupl
     """Tokens that really count: up to the first end-of-text, at most the budget, none where a row was done."""
     order = torch.arange(emitted.shape[1], device=emitted.device)
     count = torch.minimum(count, (state.limit - state.length).clamp_min(0)) * ~state.done
-    ends = torch.isin(emitted, eos) & (order < count[:, None])  # [B, D+1]
+    ends = _ends(emitted, eos) & (order < count[:, None])  # [B, D+1]
     stopped = ends.any(1)
     return torch.where(stopped, ends.to(torch.uint8).argmax(1) + 1, count), stopped
+
+
+def _ends(tokens: Tensor, eos: Tensor) -> Tensor:
+    # torch.isin sorts, and asks a GPU for a size, once there are a dozen ids
+    return (tokens[..., None] == eos).any(-1)
+
+
+def new_state(engine: Engine, rows: int, capacity: int) -> State:
+    """Buffers of ``rows`` rows that hold nothing yet."""
+    target, device = engine.target, engine.target.device
+
+    def counter() -> Tensor:
+        return torch.zeros(rows, dtype=torch.int64, device=device)
+
+    return State(
+        ids=torch.zeros(rows, capacity, dtype=torch.int64, device=device),
+        length=counter(),
+        limit=counter(),
+        done=torch.zeros(rows, dtype=torch.bool, device=device),
+        seed=counter(),
+        kv=target.new_cache(rows, capacity),
+        context=engine.backbone.new_cache(rows, capacity, target.dtype, device),
+    )
 
 
 @torch.no_grad()
@@ -393,6 +417,7 @@ def start(
     budgets: Sequence[int],
     seeds: Sequence[int],
     capacity: int | None = None,
+    into: State | None = None,
 ) -> State:
     """Read the prompts and commit each row's first token, which needs no draft.
 
@@ -400,24 +425,20 @@ def start(
         prompts: token ids, one non-empty list a row.
         budgets: new tokens that each row may have. seeds: one a row.
         capacity: positions to allocate; as many as the run can use unless given.
+        into: buffers to use instead, for as many rows; what they hold is overwritten or hidden.
     """
     target, backbone = engine.target, engine.backbone
     device = target.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     width = max(len(p) for p in prompts)
-    capacity = capacity or width + max(budgets) + engine.slack
-    ids = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)
+    state = into or new_state(engine, len(prompts), capacity or width + max(budgets) + engine.slack)
+    ids = state.ids
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
-    state = State(
-        ids=ids,
-        length=lengths.clone(),
-        limit=lengths + torch.tensor(list(budgets), device=device),
-        done=torch.zeros(len(prompts), dtype=torch.bool, device=device),
-        seed=torch.tensor(list(seeds), dtype=torch.int64, device=device),
-        kv=target.new_cache(len(prompts), capacity),
-        context=backbone.new_cache(len(prompts), capacity, target.dtype, device),
-    )
+    state.length.copy_(lengths)
+    state.limit.copy_(lengths + torch.tensor(list(budgets), device=device))
+    state.done.fill_(False)
+    state.seed.copy_(torch.tensor(list(seeds), dtype=torch.int64, device=device))
     logits, features = target.prefill(ids[:, :width], lengths, state.kv, backbone.tapped_layers)
     if features is not None:
         backbone.extend(state.context, features, torch.arange(width, device=device).expand(len(prompts), -1))
@@ -428,5 +449,5 @@ def start(
     token = choose(engine.law, logits, state.seed, lengths[:, None])[:, 0]
     state.ids.scatter_(1, lengths[:, None], token[:, None])
     state.length += 1
-    state.done |= torch.isin(token, engine.eos) | (state.length >= state.limit)
+    state.done |= _ends(token, engine.eos) | (state.length >= state.limit)
     return state

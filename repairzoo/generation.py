@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from repairzoo.decode import Engine, RoundOutput, State, choose, round, start
+from repairzoo.decode import Engine, State, choose
 from repairzoo.errors import InvalidInput
+from repairzoo.graph import Graphs, Launched, runner
 from repairzoo.results import Generation, Stats
 from repairzoo.sampling import Law
 from repairzoo.target import Target
@@ -165,17 +166,29 @@ def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
 
 
 def hugging_face_processor(request: Request) -> Callable[[Tensor, State, TokenTree], Tensor]:
-    """Run processors at every node with the history that the node implies: prefix, then the path to it."""
+    """Run processors at every node with the history that the node implies: prefix, then the path to it.
+
+    A node whose token they forbade, that follows an end of text, or that fills the budget has no continuation: what
+    they would say there, if anything, is not asked.
+    """
 
     def process(logits: Tensor, state: State, tree: TokenTree) -> Tensor:
         out = logits.clone()
         lengths, parents, valid = state.length.tolist(), tree.parents.tolist(), tree.valid.tolist()
+        done, room = state.done.tolist(), (state.limit - state.length).tolist()
+        depths = tree.depths.tolist()
         for row in range(logits.shape[0]):
             prefix = state.ids[row, : lengths[row] - 1]  # before the anchor, which is node 0
             if request.before:
                 prefix = torch.cat([prefix.new_tensor(request.before[row]), prefix])
+            reached = list(valid[row]) if not done[row] else [False] * tree.size
             for node in range(tree.size):
-                if not valid[row][node]:
+                parent = parents[row][node]
+                if reached[node] and parent >= 0:  # parents come before their children
+                    ended = parent > 0 and int(tree.tokens[row, parent]) in request.eos
+                    allowed = bool(out[row, parent, tree.tokens[row, node]] > float("-inf"))
+                    reached[node] = reached[parent] and not ended and allowed and depths[row][node] < room[row]
+                if not reached[node]:
                     continue
                 path, at = [], node
                 while at >= 0:
@@ -196,9 +209,22 @@ class PerRow:
 
 
 def run_processors(processors: Sequence[Any], row: int, history: Tensor, scores: Tensor) -> Tensor:
-    """``history [1, T]``, ``scores [1, V]`` of a row -> processed scores ``[1, V]``."""
+    """``history [1, T]``, ``scores [1, V]`` of a row -> processed scores ``[1, V]``.
+
+    Raises:
+        InvalidInput: a processor returns another shape, NaN, or forbids every token.
+    """
     for processor in processors:
-        scores = (processor.rows[row] if isinstance(processor, PerRow) else processor)(history, scores)
+        processor = processor.rows[row] if isinstance(processor, PerRow) else processor
+        shape, scores = scores.shape, processor(history, scores)
+        name = type(processor).__name__
+        if not isinstance(scores, Tensor) or scores.shape != shape:
+            what = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise InvalidInput(f"logits processor {name} returned {what} for scores of shape {tuple(shape)}")
+        best = float(scores.max())
+        if best != best or best == float("-inf"):
+            why = "NaN" if best != best else "no token that is allowed"
+            raise InvalidInput(f"logits processor {name} left {why} after {history.shape[1]} tokens")
     return scores
 
 
@@ -285,6 +311,7 @@ class Row:
     branches: int = 0
     branches_accepted: int = 0
     branch_nodes: int = 0
+    surplus: int = 0
     reason: str | None = None
     track: TextTrack | None = None
 
@@ -296,6 +323,7 @@ class Session:
         self.target, self.request = target, request
         self.clock = Clock()
         self.rows = [Row() for _ in request.prompts]
+        self.idle_rounds = 0
         if target.tokenizer is not None:
             for row in self.rows:
                 row.track = TextTrack(target.tokenizer, request.stop)
@@ -347,28 +375,27 @@ class Session:
                 self.feed(index, [token], budgets[index])
                 self.rows[index].accepted.append(1)
 
-    def commit_round(self, out: RoundOutput, budgets: Sequence[int]) -> None:
-        """Read a round's result in one transfer and commit it."""
-        width = out.emitted.shape[1]
-        nodes = out.repaired.shape[1]
-        columns = [out.count, out.accepted, out.drafted, out.added]
-        flags = [out.repaired.long(), out.branches.long(), out.path]
-        packed = torch.cat([torch.stack(columns, 1), out.emitted, *flags], 1).tolist()
-        for index, (count, accepted, drafted, added, *rest) in enumerate(packed):
-            row = self.rows[index]
+    def commit_round(self, launched: Launched, budgets: Sequence[int]) -> None:
+        """Wait for a round's result, one transfer, and commit it."""
+        taken = False
+        for done in launched:
+            row = self.rows[done.index]
             if row.reason is not None:
+                row.surplus += done.count
                 continue
-            used = self.feed(index, rest[:count], budgets[index])
-            repaired, branches = rest[width:][:nodes], rest[width + nodes :][:nodes]
-            path = rest[width + 2 * nodes :][: min(used, accepted)]  # committed draft nodes, from 1
+            taken = True
+            used = self.feed(done.index, done.emitted[: done.count], budgets[done.index])
+            path = done.path[: min(used, done.accepted)]  # committed draft nodes, from 1
             row.accepted.append(used)
-            row.drafted += drafted
-            row.agreed += accepted
-            row.repaired += sum(repaired)
-            row.repairs_accepted += sum(repaired[node - 1] for node in path)
-            row.branches += sum(branches)
-            row.branches_accepted += sum(branches[node - 1] for node in path)
-            row.branch_nodes += added
+            row.surplus += done.count - used
+            row.drafted += done.drafted
+            row.agreed += done.accepted
+            row.repaired += sum(done.repaired)
+            row.repairs_accepted += sum(done.repaired[node - 1] for node in path)
+            row.branches += sum(done.branches)
+            row.branches_accepted += sum(done.branches[node - 1] for node in path)
+            row.branch_nodes += done.added
+        self.idle_rounds += not taken
 
     def result(self) -> Generation:
         rows = self.rows
@@ -382,33 +409,45 @@ class Session:
             branches=[r.branches for r in rows],
             branches_accepted=[r.branches_accepted for r in rows],
             branch_nodes=[r.branch_nodes for r in rows],
+            surplus=[r.surplus for r in rows],
+            idle_rounds=self.idle_rounds,
             seconds=self.clock.seconds,
         )
         return Generation([r.tokens for r in rows], text, [r.reason or "length" for r in rows], stats)
 
 
-def speculate(engine: Engine, request: Request) -> Iterator[Session]:
-    """Run a request in rounds; yields the session each time tokens were committed."""
+def speculate(engine: Engine, request: Request, graphs: Graphs | None = None) -> Iterator[Session]:
+    """Run a request in rounds; yields the session each time tokens were committed.
+
+    Args:
+        graphs: captured rounds to replay, or None to run every operation by itself.
+    """
     session = Session(engine.target, request)
     budgets = request.budgets(engine.target)
     if not session.begin(budgets):
         yield session
         return
-    state = start(engine, request.prompts, budgets, request.seeds)
-    session.commit_first(state.ids.gather(1, (state.length - 1)[:, None])[:, 0].tolist(), budgets)
-    session.clock.mark("prefill")
-    yield session
-    longest = max(len(p) for p in request.prompts) + 1
-    while session.open:
-        if request.ends_on_host:
-            state.done |= torch.tensor([row.reason is not None for row in session.rows], device=state.done.device)
-        bound = min(_round_up(longest + engine.slack, _BOUND_STEP), state.ids.shape[1])
-        session.clock.mark("host")
-        out = round(engine, state, bound, session.clock.mark)
-        session.commit_round(out, budgets)
-        longest = max(len(p) + len(row.tokens) for p, row in zip(request.prompts, session.rows, strict=True))
-        session.clock.mark("host")
+    loop = runner(engine, graphs)
+    try:
+        session.commit_first(loop.start(request.prompts, budgets, request.seeds), budgets)
+        session.clock.mark("prefill")
         yield session
+        launched: collections.deque[Launched] = collections.deque()
+        while session.open:
+            ended = [row.reason is not None for row in session.rows]
+            if request.ends_on_host:
+                loop.end(ended)
+            lengths = [len(p) + len(row.tokens) for p, row in zip(request.prompts, session.rows, strict=True)]
+            session.clock.mark("host")
+            launched.append(loop.launch(lengths, ended, len(launched), session.clock.mark))
+            if len(launched) > loop.lag:
+                session.commit_round(launched.popleft(), budgets)
+                session.clock.mark("host" if loop.lag == 0 else "wait")
+                yield session
+        for late in launched:
+            session.commit_round(late, budgets)
+    finally:
+        loop.close()
 
 
 def autoregress(target: Target, request: Request) -> Iterator[Session]:

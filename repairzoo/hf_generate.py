@@ -85,7 +85,7 @@ def custom_generate(
     kept = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
     first = kept.bool().to(torch.uint8).argmax(1).tolist()
     request = replace(request, before=tuple(row[:n] for row, n in zip(input_ids.tolist(), first, strict=True)))
-    runs = speculate(zoo.engine(request), request)
+    runs = speculate(zoo.engine(request), request, zoo.graphs)
     # transformers has put the prompt already (5.x hands no streamer over at all)
     out = finish(runs) if streamer is None else streamed(runs, request, streamer, prompt=False)
     zoo.last = out

@@ -18,7 +18,11 @@ class Stats:
         repairs_accepted: repaired tokens that were committed.
         branches: branches that an expander (CURE) proposed. branches_accepted: those whose first token was committed.
         branch_nodes: draft nodes that were verified beside branch 0.
-        seconds: wall time by stage (``prefill``, ``draft``, ``head``, ``verify``, ``accept``, ``commit``, ``host``).
+        surplus: tokens that a round committed behind the row's end and that were never given out: the host finds stop
+            strings and criteria after the fact, on a GPU one round later.
+        idle_rounds: rounds that were launched before it was known that every row had ended.
+        seconds: wall time by stage (``prefill``, ``draft``, ``head``, ``verify``, ``accept``, ``commit``, ``host``; of
+            captured rounds ``prefill``, ``launch``, ``wait``, ``host``).
     """
 
     accepted: list[list[int]]
@@ -30,6 +34,8 @@ class Stats:
     branches: list[int] = field(default_factory=list)
     branches_accepted: list[int] = field(default_factory=list)
     branch_nodes: list[int] = field(default_factory=list)
+    surplus: list[int] = field(default_factory=list)
+    idle_rounds: int = 0
 
     @property
     def rounds(self) -> int:
@@ -62,6 +68,8 @@ class Stats:
             "branches": self.branches,
             "branches_accepted": self.branches_accepted,
             "branch_nodes": self.branch_nodes,
+            "surplus": self.surplus,
+            "idle_rounds": self.idle_rounds,
             "seconds": dict(self.seconds),
         }
 

@@ -187,12 +187,13 @@ class Target:
         return ()
 
     # --- forward ------------------------------------------------------------------------------------------------
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """Zeroed buffers for ``batch`` rows of ``capacity`` positions (zeros: masked garbage must stay finite)."""
-        shape = (batch, capacity, self._kv_heads, self._head_dim)
+    def new_cache(self, batch: int, capacity: int, device: torch.device | None = None) -> KVCache:
+        """Zeroed buffers for ``batch`` rows of ``capacity`` positions (zeros: masked garbage must stay finite), on the
+        target's device unless another is given."""
+        shape, device = (batch, capacity, self._kv_heads, self._head_dim), device or self.device
 
         def buffers() -> list[Tensor]:
-            return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self._layers]
+            return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self._layers]
 
         return KVCache(buffers(), buffers())
 
