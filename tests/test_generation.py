@@ -300,6 +300,48 @@ def test_processors_above_temperature_zero():
     assert repairzoo.autoregressive(toy(), PROMPT, **options).token_ids != expected
 
 
+class Script(LogitsProcessor):
+    """Allows exactly one continuation, and knows nothing after any other text."""
+
+    def __init__(self, prompt, answer):
+        self.text = prompt + answer
+
+    def __call__(self, input_ids, scores):
+        ids = input_ids[0].tolist()
+        out = torch.full_like(scores, float("-inf"))
+        if self.text[: len(ids)] == ids and len(ids) < len(self.text):
+            out[:, self.text[len(ids)]] = 0.0
+        return out
+
+
+@pytest.mark.parametrize("tree", [None, 6])
+def test_a_processor_is_not_asked_behind_tokens_that_it_forbids(tree):
+    """Draft tokens that a grammar excludes have no continuation in it: that is no error."""
+    answer = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    options = {"logits_processor": [Script(PROMPT, answer)], "eos_token_id": [], "max_new_tokens": len(answer)}
+    for known in (PROMPT + answer, PROMPT + [7] * 20, PROMPT + answer[:4] + [8] * 20):
+        zoo = repairzoo.build(knowing([known], B), Bigram(0) if tree else None, toy(), tree=tree)
+        assert zoo.generate(PROMPT, **options).token_ids == [answer]
+    with pytest.raises(InvalidInput, match="Script left no token that is allowed after"):
+        zoo.generate(PROMPT, **(options | {"max_new_tokens": len(answer) + 2}))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda ids, scores: scores[:, :-1], "returned"),
+        (lambda ids, scores: None, "NoneType"),
+        (lambda ids, scores: scores * float("nan"), "NaN"),
+        (lambda ids, scores: scores - float("inf"), "no token"),
+    ],
+)
+def test_processors_that_return_no_scores_are_named(broken, message):
+    zoo, _ = perfect()
+    for run in (zoo.generate, lambda *a, **k: repairzoo.autoregressive(zoo.target, *a, **k)):
+        with pytest.raises(InvalidInput, match=f"logits processor function.*{message}"):
+            run(PROMPT, max_new_tokens=4, logits_processor=[broken])
+
+
 @pytest.mark.parametrize("at", range(6, 6 + B + 3))
 def test_stopping_criteria_inside_a_block(at):
     zoo, answer = perfect()
