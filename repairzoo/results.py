@@ -42,6 +42,10 @@ class Stats:
         return sum(len(row) for row in self.accepted)
 
     @property
+    def rounds_per_row(self) -> list[int]:
+        return [len(row) for row in self.accepted]
+
+    @property
     def tau(self) -> float:
         """Committed tokens per round, pooled over rows; 0.0 when no round ran."""
         return sum(map(sum, self.accepted)) / self.rounds if self.rounds else 0.0
@@ -60,6 +64,7 @@ class Stats:
             "tau": self.tau,
             "tau_per_row": self.tau_per_row,
             "rounds": self.rounds,
+            "rounds_per_row": self.rounds_per_row,
             "accepted": self.accepted,
             "drafted": self.drafted,
             "agreed": self.agreed,

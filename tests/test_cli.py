@@ -148,6 +148,9 @@ def test_generate_seed_and_tree(options):
     tree = json.loads(invoke("generate", "hello", "--json", "--tree", 12, "--max-new-tokens", 24, *options).stdout)
     chain = json.loads(invoke("generate", "hello", "--json", "--max-new-tokens", 24, *options).stdout)
     assert tree["token_ids"] == chain["token_ids"]
+    drawn = json.loads(invoke(*sampled, "--seed", 1, "--proposal", "sampled").stdout)
+    assert drawn["stats"]["rounds_per_row"] == [drawn["stats"]["rounds"]]
+    assert drawn["stats"]["drafted"] != json.loads(invoke(*sampled, "--seed", 1).stdout)["stats"]["drafted"]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,7 @@ def test_generate_seed_and_tree(options):
         (["--top-k", -3], "top_k"),
         (["--min-p", -1], "min_p"),
         (["--tree", 0], "tree"),
+        (["--tree", 4, "--proposal", "sampled"], "proposal"),
         (["--chat"], "no chat template"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from repairzoo.commands.shared import Dtype, Json, print_json, reporting
+from repairzoo.commands.shared import Dtype, Json, Proposal, print_json, reporting
 
 
 def generate(
@@ -25,6 +25,9 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this likely relative to the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
     tree: Annotated[int | None, typer.Option(help="Verify a tree of this many nodes instead of a chain.")] = None,
+    proposal: Annotated[
+        Proposal, typer.Option(help="Propose the draft's best tokens, or draw them and verify by ratio (above 0).")
+    ] = Proposal.argmax,
     dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
     chat: Annotated[
@@ -50,6 +53,7 @@ def generate(
             device=device,
             dtype=None if dtype is None else getattr(torch, dtype.value),
             tree=tree,
+            proposal=proposal.value,
         )
         options = {
             "chat": chat,

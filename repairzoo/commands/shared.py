@@ -23,6 +23,11 @@ class Dtype(str, Enum):
     float64 = "float64"
 
 
+class Proposal(str, Enum):
+    argmax = "argmax"
+    sampled = "sampled"
+
+
 @contextmanager
 def reporting(as_json: bool) -> Iterator[None]:
     """One clear message and exit code 2 for every error that is raised on purpose; others keep their traceback."""
