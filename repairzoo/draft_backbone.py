@@ -55,6 +55,7 @@ class BlockBackbone(Backbone, Trunk):
 
     kind: ClassVar[str]
     config_type: ClassVar[type[DraftConfig]]
+    redrafts: ClassVar[bool] = True  # drafts partly known blocks, see ``draft(known=...)``
     first_slot: int
 
     def __init__(self, config: DraftConfig, *, seed: int | None = None):
@@ -178,6 +179,7 @@ class BlockBackbone(Backbone, Trunk):
         bound: int | None = None,
         *,
         rows: int | None = None,
+        known: Tensor | None = None,
     ) -> DraftBlock:
         """Draft one block after each row's anchor.
 
@@ -190,6 +192,8 @@ class BlockBackbone(Backbone, Trunk):
                 None is the whole capacity.
             rows: block rows, at most ``block_size`` (the default): fewer give fewer slots. Full layers are not causal,
                 so a shorter block has other drafts, not a prefix of the long one's.
+            known: ``[B, S]`` int64 tokens of slots that are decided, -1 elsewhere; they take the place of their
+                position's mask. Drafts are trained on masks alone, so what follows is a guess beyond their training.
 
         Returns:
             ``rows - first_slot`` slots: slot ``i`` predicts the token at ``anchor_positions + 1 + i``.
@@ -201,6 +205,9 @@ class BlockBackbone(Backbone, Trunk):
             raise InvalidInput(f"bound = {bound} is outside {rows} (one block) .. {cache.capacity} (the cache)")
         ids = anchor_ids.new_full((anchor_ids.shape[0], rows), self.mask_token_id)
         ids[:, 0] = anchor_ids
+        if known is not None:  # whatever a row predicts, the token of slot i belongs to the position of row i + 1
+            told = known[:, : rows - 1]
+            ids[:, 1 : 1 + told.shape[1]] = torch.where(told >= 0, told, self.mask_token_id)
         positions = anchor_positions[:, None] + torch.arange(rows, device=anchor_positions.device)
         hidden = self._block_hidden(cache, self.embed(ids), positions, bound)  # [B, rows, D]
         hidden = hidden[:, self.first_slot :]  # [B, S, D]
@@ -220,6 +227,7 @@ class BlockBackbone(Backbone, Trunk):
             embedding=self._bound.embedding,
             output_weight=self._bound.output_weight,
             native=self.corrector(),
+            redraft=lambda told: self.draft(cache, anchor_ids, anchor_positions, bound, rows=rows, known=told),
         )
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -269,8 +277,12 @@ class BlockBackbone(Backbone, Trunk):
                 "use config and weights of one release"
             )
         statement.check_weights(config.published, weights)
-        with torch.device("meta"):
-            model = cls(config)
+        try:
+            with torch.device("meta"):
+                model = cls(config)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # sizes that nothing can have
+            why = str(error).splitlines()[0]
+            raise InvalidArtifact(f"{folder / CONFIG}: no {cls.kind} can be as it says: {why}") from error
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
         tables, optional = model._own_tables(), model._optional()
         tensors, model._stored_names = read_weights(folder, expected | tables, config.dtype, {*tables, *optional})

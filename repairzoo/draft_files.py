@@ -10,7 +10,7 @@ from torch import Tensor
 
 from repairzoo.artifact import tensors_hash
 from repairzoo.errors import InvalidArtifact
-from repairzoo.safe_file import parse_json, read_header, read_safetensors, require_tensors, write_safetensors
+from repairzoo.safe_file import read_header, read_json, read_safetensors, require_tensors, write_safetensors
 from repairzoo.speculators import is_speculators
 from repairzoo.speculators import tensors as speculators_tensors
 
@@ -47,7 +47,7 @@ def read_weights(
     """
     tensors, homes, where = read_all(folder)
     config = folder / CONFIG
-    if config.is_file() and is_speculators(parse_json(config.read_bytes(), str(config))):
+    if config.is_file() and is_speculators(read_json(config)):
         old = dict(tensors)
         tensors = speculators_tensors(tensors, str(where))
         homes = {name: homes[name if name in old else f"domino_head.{name}"] for name in tensors}
@@ -126,7 +126,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 def _read_shards(folder: Path, index: Path) -> tuple[dict[str, Tensor], dict[str, Path]]:
     """Tensors of all shards, and the file of each; index and shards must list the same tensors."""
-    table = parse_json(index.read_bytes(), str(index))
+    table = read_json(index)
     places = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise InvalidArtifact(f"{index}: key 'weight_map' must map tensor names to files; fetch the file again")
@@ -134,7 +134,7 @@ def _read_shards(folder: Path, index: Path) -> tuple[dict[str, Tensor], dict[str
     homes: dict[str, Path] = {}
     for shard in sorted(set(places.values())):
         path = folder / shard
-        if Path(shard).name != shard:
+        if Path(shard).name != shard or len(shard) > 200:  # no file system takes much longer ones
             raise InvalidArtifact(f"{index}: shard {shard!r} is no plain file name; fetch the file again")
         if not path.is_file():
             raise InvalidArtifact(f"{path}: no such file, but {INDEX} lists it; fetch the missing shard")

@@ -200,8 +200,10 @@ def check_config_file(folder: Path) -> dict[str, Any]:
         return read_config(folder)
     try:
         kind = resolve(folder).kind
-    except InvalidArtifact as error:
-        raise InvalidArtifact(f"{error}. Nor is it the config of a head, which states 'slot_convention'") from error
+    except (InvalidArtifact, TypeError) as error:  # a list where a name belongs
+        raise InvalidArtifact(
+            f"{folder / CONFIG}: neither the config of a head, which states 'slot_convention', nor of a draft: {error}"
+        ) from error
     config = registry().get("backbone", kind).load().read_config(folder)
     return statement.common(config, kind)
 

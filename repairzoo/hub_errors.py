@@ -49,6 +49,8 @@ def _explained(error: Exception, source: Source, writing: bool) -> tuple[str, bo
     """What happened and what helps; whether asking again later may help; the error."""
     from huggingface_hub import constants, errors
 
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # "neither on the Hub nor in the cache", because of this
     endpoint, status = constants.ENDPOINT, getattr(getattr(error, "response", None), "status_code", None)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     login = "log in (hf auth login, or HF_TOKEN)"

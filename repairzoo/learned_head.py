@@ -159,6 +159,11 @@ class LearnedHead(Head, nn.Module):
     config: Any
 
     @property
+    def kind(self) -> str:
+        """Its name in the registry."""
+        return self.config.kind
+
+    @property
     def pool_size(self) -> int:
         """Candidates per slot that the walk should give this head."""
         return self.config.pool_size
@@ -184,8 +189,15 @@ class LearnedHead(Head, nn.Module):
         """
         if not isinstance(config, HeadConfig):
             config = cls.config_type.from_dict(config)
-        with torch.device("meta"):
-            head = cls(config)  # type: ignore[call-arg]
+        for f in fields(config):
+            if f.name.endswith("_layers") and is_int(count := getattr(config, f.name), len(tensors) + 1):
+                raise InvalidArtifact(f"{source}: holds {len(tensors)} tensors, and the config's {f.name} is {count}")
+        try:
+            with torch.device("meta"):
+                head = cls(config)  # type: ignore[call-arg]
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # sizes that nothing can have
+            why = str(error).splitlines()[0]
+            raise InvalidArtifact(f"{source}: no {config.kind} can be as its config says: {why}") from error
         require_tensors(tensors, {n: tuple(t.shape) for n, t in head.state_dict().items()}, source)
         for name, tensor in tensors.items():
             stored = cls.stored_dtype(config, name)

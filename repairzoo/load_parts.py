@@ -83,7 +83,7 @@ def load_head(
         folder = _folder(source, "head", revision, **options)
     with hub.blaming(folder):
         _refuse_kind(folder, "head")
-        return registry().get("head", read_config(folder)["kind"]).load().load(folder)
+        return _class(folder, "head", read_config(folder)["kind"]).load(folder)
 
 
 def load_folder(folder: str | Path) -> Any:
@@ -94,8 +94,21 @@ def load_folder(folder: str | Path) -> Any:
     """
     folder = Path(folder)
     kind = hub.check_config_file(folder)["kind"]
-    part = "head" if kind in registry().entries["head"] else "backbone"
-    return registry().get(part, kind).load().load(folder)
+    return _class(folder, "backbone" if kind in registry().entries["backbone"] else "head", kind).load(folder)
+
+
+def _class(folder: Path, part: str, kind: str) -> Any:
+    """The class of a folder's kind.
+
+    Raises:
+        InvalidArtifact: nothing of that name is installed.
+    """
+    if kind not in registry().entries[part]:
+        raise InvalidArtifact(
+            f"{folder / hub.CONFIG}: key 'kind' is {kind!r}, and this installation has no such {part} (it has "
+            f"{', '.join(registry().names(part))}): install the package that provides it, or update repairzoo"
+        )
+    return registry().get(part, kind).load()
 
 
 def _no_revision(source: str | Path, revision: str | None) -> None:
@@ -115,6 +128,7 @@ def _refuse_kind(folder: Path, part: str) -> None:
     other = "head" if part == "backbone" else "backbone"
     if kind in registry().entries[other]:
         raise IncompatibleArtifact(f"{folder}: holds the {other} {kind!r}, not a {part}; give it as {other}=")
+    _class(folder, part, kind)
 
 
 def bound_backbone(source: Any, target: Target) -> Any:
@@ -187,6 +201,8 @@ def _names(head: str) -> list[str]:
     names = head.split("+")
     if not all(names):
         raise InvalidInput(f"head={head!r}: names joined by '+' must not be empty")
+    if "none" in names and len(names) > 1:
+        raise InvalidInput(f"head={head!r}: 'none' is the absence of a head and does not stack; leave it out")
     for name in names:
         registry().get("head", name)
     return names
@@ -231,7 +247,7 @@ def _bind_head(folder: Path, target: Target, backbone: Any) -> Any:
             mask_token_id=getattr(backbone, "mask_token_id", None),
             tapped_layers=backbone.tapped_layers,
         )
-        head = registry().get("head", config["kind"]).load().load(folder).to(target.device)
+        head = _class(folder, "head", config["kind"]).load(folder).to(target.device)
     head.bind(target.embedding, target.output_weight)
     return head
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from repairzoo.errors import IncompatibleArtifact
 
@@ -47,10 +47,10 @@ class Pretrained:
                 raise IncompatibleArtifact(
                     f"{folder}: holds the {other} {kind!r}, not a {cls.part}; load it with repairzoo.load_{other}"
                 )
-            found: Any = cls if entry is None else entry.load()
+            found: Any = entry.load() if entry is not None else cls
             if not issubclass(found, cls):
                 raise IncompatibleArtifact(f"{folder}: holds a {kind!r}; load it with {found.__name__}.from_pretrained")
-            loaded = found.load(folder, **load)
+            loaded = cast(Any, found).load(folder, **load)
             loaded.info = read_info(folder)
             return loaded
 

@@ -117,12 +117,11 @@ def read_json(path: str | Path) -> Any:
     if not path.is_file():
         raise InvalidArtifact(f"{path}: {'is a folder' if path.is_dir() else 'does not exist'}; {FETCH}")
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_JSON + 1)
+        if path.stat().st_size > MAX_JSON:
+            raise InvalidArtifact(f"{path}: more than {MAX_JSON} bytes, so no config or index; {FETCH}")
+        raw = path.read_bytes()
     except OSError as error:
         raise InvalidArtifact(f"{path}: cannot be read: {error}") from error
-    if len(raw) > MAX_JSON:
-        raise InvalidArtifact(f"{path}: more than {MAX_JSON} bytes, so no config or index; {FETCH}")
     value = parse_json(raw, str(path))
     rest = [value]
     while rest:

@@ -108,14 +108,16 @@ def metadata(published: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_weights(published: Mapping[str, Any], path: Path) -> None:
-    """Hold the metadata of a weights file to the config beside it.
+    """Hold the metadata of a weights file to the config beside it; published files state nothing.
 
     Raises:
         InvalidArtifact: the weights were written with another config, or with none of ours.
     """
-    if KEY not in published or not path.is_file():  # shards carry no hash of the whole
+    if not path.is_file():  # shards carry no hash of the whole
         return
     found = read_header(path).metadata
+    if KEY not in published and _HASH not in found:
+        return
     schema_of(found, path)
     if found.get(_HASH) != config_hash(published):
         raise InvalidArtifact(
