@@ -11,7 +11,7 @@ from typing import Any
 from repairzoo.draft_config import NEST
 from repairzoo.draft_files import CONFIG
 from repairzoo.errors import InvalidArtifact
-from repairzoo.safe_file import parse_json
+from repairzoo.safe_file import read_json
 from repairzoo.speculators import MARKS, first_slot, is_speculators
 from repairzoo.speculators import kind as speculators_kind
 
@@ -51,7 +51,7 @@ def resolve(folder: str | os.PathLike[str]) -> Packaging:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise InvalidArtifact(f"{path}: no such file; the folder of a draft holds {CONFIG} and its weights")
-    return resolve_config(parse_json(path.read_bytes(), str(path)), str(path))
+    return resolve_config(read_json(path), str(path))
 
 
 def resolve_config(config: Any, where: str = CONFIG) -> Packaging:
