@@ -13,7 +13,7 @@ from torch import Tensor
 
 from repairzoo.decode import Engine, State, choose
 from repairzoo.errors import InvalidInput
-from repairzoo.graph import Graphs, Launched, runner
+from repairzoo.graph import Graphs, Launched, Runner, runner
 from repairzoo.results import Generation, Stats
 from repairzoo.sampling import Law
 from repairzoo.target import Target
@@ -243,7 +243,8 @@ class TextTrack:
         self.given = 0  # characters already streamed
         self.begin = self.read = 0  # the window's first token, and the first whose text is not in ``settled``
         self.settled = ""  # text of the tokens before ``read``
-        self.tail = ""  # text of the tokens from ``read`` on; it may end in an unfinished character
+        self.tail = ""  # text of the ``unread`` tokens from ``read`` on; it may end in an unfinished character
+        self.unread = 0
         self.searched = 0  # no stop string begins before this character
 
     def decode(self, ids: list[int]) -> str:
@@ -252,28 +253,30 @@ class TextTrack:
     def push(self, token: int) -> bool:
         """Add a token; True when a stop string is complete."""
         self.ids.append(token)
-        known = len(self.decode(self.ids[self.begin : self.read]))
-        self.tail = self.decode(self.ids[self.begin :])[known:]
-        found = bool(self.stops) and self.cut() is not None
-        if not self.tail.endswith("\ufffd") or len(self.ids) - self.read >= self._WINDOW:
-            self.settled += self.tail
-            self.tail, self.begin, self.read = "", self.read, len(self.ids)
-        return found
+        return bool(self.stops) and self.cut() is not None
+
+    def _read(self) -> str:
+        """The text of all tokens so far."""
+        if self.read + self.unread < len(self.ids):
+            known = len(self.decode(self.ids[self.begin : self.read]))
+            self.tail = self.decode(self.ids[self.begin :])[known:]
+            self.unread = len(self.ids) - self.read
+            if not self.tail.endswith("\ufffd") or self.unread >= self._WINDOW:
+                self.settled += self.tail
+                self.tail, self.begin, self.read, self.unread = "", self.read, len(self.ids), 0
+        return self.settled + self.tail
 
     def cut(self) -> int | None:
         """Where the first stop string begins, or None."""
-        found = [at for at in (self.text.find(s, self.searched) for s in self.stops) if at >= 0]
+        text = self._read()
+        found = [at for at in (text.find(s, self.searched) for s in self.stops) if at >= 0]
         if not found:
             self.searched = max(0, len(self.settled) - max(map(len, self.stops), default=0))
         return min(found) if found else None
 
-    @property
-    def text(self) -> str:
-        return self.settled + self.tail
-
     def piece(self, final: bool) -> str:
         """Text that may be streamed now: neither an unfinished character nor the beginning of a stop string."""
-        text = self.text
+        text = self._read()
         at = self.cut()
         if at is not None:
             text = text[:at]
@@ -294,8 +297,8 @@ class TextTrack:
         return len(text) - len(whole) + held
 
     def final_text(self) -> str:
-        at = self.cut()
-        return self.text if at is None else self.text[:at]
+        text, at = self._read(), self.cut()
+        return text if at is None else text[:at]
 
 
 @dataclass(slots=True)
@@ -416,18 +419,20 @@ class Session:
         return Generation([r.tokens for r in rows], text, [r.reason or "length" for r in rows], stats)
 
 
-def speculate(engine: Engine, request: Request, graphs: Graphs | None = None) -> Iterator[Session]:
+def speculate(
+    engine: Engine, request: Request, graphs: Graphs | None = None, loop: Runner | None = None
+) -> Iterator[Session]:
     """Run a request in rounds; yields the session each time tokens were committed.
 
     Args:
-        graphs: captured rounds to replay, or None to run every operation by itself.
+        graphs: captured rounds to replay, or None to run every operation by itself. loop: runs them instead.
     """
     session = Session(engine.target, request)
     budgets = request.budgets(engine.target)
     if not session.begin(budgets):
         yield session
         return
-    loop = runner(engine, graphs)
+    loop = loop or runner(engine, graphs)
     try:
         session.commit_first(loop.start(request.prompts, budgets, request.seeds), budgets)
         session.clock.mark("prefill")
