@@ -37,5 +37,5 @@ $(VENV)/.run: pyproject.toml setup.py constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) --no-build-isolation -e '.[dev,gguf,train]'
+	$(PIP) --no-build-isolation -e '.[dev,gguf,train,report]'
 	touch $@

@@ -50,6 +50,9 @@ class RoundClock(Clock):
             elapsed = before.elapsed_time(stamp) / 1e3 if self._cuda else stamp - before
             current[stage] = current.get(stage, 0.0) + elapsed
             before = stamp
+        if table:  # what came after the last round was read belongs to it
+            for stage, value in current.items():
+                table[-1][stage] = table[-1].get(stage, 0.0) + value
         names = list(dict.fromkeys(name for row in table for name in row))
         columns = {name: [row.get(name, 0.0) for row in table] for name in names}
         self.seconds = {name: sum(values) for name, values in columns.items()}

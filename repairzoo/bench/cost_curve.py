@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -116,3 +117,41 @@ def measure_cost_curve(
         for width in widths if repeat % 2 == 0 else reversed(widths):
             times[width].append(once(width))
     return CostCurve(tuple(widths), tuple(statistics.median(times[w]) for w in widths), context, batch)
+
+
+@torch.no_grad()
+def measure_draft(target: Target, backbone: Any, *, context: int = 256, batch: int = 1, repeats: int = 5) -> float:
+    """Median seconds of one draft behind ``context`` positions; 0 for a backbone that is no model."""
+    if not isinstance(backbone, torch.nn.Module):
+        return 0.0
+    context = max(1, min(context, target.max_context - backbone.slots - 2))
+    capacity, device = -(-(context + backbone.slots + 2) // 64) * 64, target.device
+    cache = backbone.new_cache(batch, capacity, target.dtype, device)
+    anchor = torch.zeros(batch, dtype=torch.int64, device=device)
+    times = []
+    for _ in range(repeats + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        backbone.draft(cache, anchor, torch.full_like(anchor, context), capacity)
+        synchronise(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+_measured: WeakKeyDictionary[Any, dict[Any, tuple[CostCurve, float]]] = WeakKeyDictionary()
+
+
+def round_costs(target: Target, backbone: Any, rows: int) -> tuple[CostCurve, float]:
+    """Cost of verifying up to ``rows`` rows, and of a draft, in seconds; measured once a process, in a second or two.
+
+    Widths between the chain's and ``rows`` are measured at a few places: what lies between is on the line.
+    """
+    chain = 1 + backbone.slots
+    key = (rows, chain, backbone.tapped_layers, type(backbone), torch.get_num_threads())
+    known = _measured.setdefault(target.model, {})
+    if key not in known:
+        steps = min(4, rows - chain)
+        widths = {1, chain, *(chain + (rows - chain) * i // max(steps, 1) for i in range(steps + 1))}
+        curve = measure_cost_curve(target, sorted(widths), taps=backbone.tapped_layers, repeats=3)
+        known[key] = curve, measure_draft(target, backbone, repeats=3)
+    return known[key]

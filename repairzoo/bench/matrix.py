@@ -6,13 +6,14 @@ A name is ``backbone[+head...][@treeN | @tree][@blockN][@sampled]``: ``dflash+de
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
-from repairzoo.registry import registry
+from repairzoo.registry import HUB_PREFIX, registry
 
 _OPTION = re.compile(r"tree(\d*)|block(\d+)|sampled")
 
@@ -119,7 +120,7 @@ def cells_of(
 
 def _lacking(spec: CellSpec, target: str) -> str | None:
     known = registry()
-    parts = _registered(spec.head)
+    parts = _registered(spec)
     if spec.tree is not None and any(known.get("head", part).weightless for part in parts):
         return f"{spec.name}: an expander makes the tree itself"
     if spec.backbone not in known.entries["backbone"]:
@@ -133,6 +134,16 @@ def _lacking(spec: CellSpec, target: str) -> str | None:
     return None
 
 
-def _registered(head: str) -> Iterable[str]:
-    known = registry().entries["head"]
-    return [part for part in head.split("+") if part in known]
+def _registered(spec: CellSpec) -> list[str]:
+    """A cell's heads by registry name. Raises ``UnknownName`` for a name that is neither there nor a place."""
+
+    def place(source: str) -> bool:
+        return "/" in source or source.startswith((HUB_PREFIX, ".", "~")) or Path(source).is_dir()
+
+    known = registry()
+    if not place(spec.backbone):
+        known.get("backbone", spec.backbone)
+    parts = [] if place(spec.head) else spec.head.split("+")
+    for part in parts:
+        known.get("head", part)
+    return parts

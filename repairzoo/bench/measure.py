@@ -95,8 +95,10 @@ def timed(runs: Iterator[Session], device: torch.device) -> Outcome:
     began = time.perf_counter()
     for session in runs:  # noqa: B007 - the last one is the result
         clock.end_round()
-    rounds = clock.rounds()
+    clock.mark("host")
+    synchronise(device)
     wall = time.perf_counter() - began
+    rounds = clock.rounds()
     out = session.result()
     s = out.stats
     first = [len(tokens) - sum(accepted) for tokens, accepted in zip(out.token_ids, s.accepted, strict=True)]

@@ -6,6 +6,7 @@ that come prefill time, rounds and accepted lengths, for every loop alike. Greed
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import tempfile
@@ -161,9 +162,9 @@ def assistant(target: Target, folder: Path) -> Any:
         eos_token_id=None,
         pad_token_id=None,
     )
-    model = MuseGlimmerAssistantModel(config)
+    model: Any = MuseGlimmerAssistantModel(config)
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    model.load_state_dict({names.get(k, k): v for k, v in draft.state_dict().items()}, strict=True)
+    model.load_state_dict({names.get(str(k), str(k)): v for k, v in draft.state_dict().items()}, strict=True)
     return model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 
@@ -171,14 +172,13 @@ def dflash_package(target: Target, folder: Path) -> Run:
     """The loop of the package ``dflash`` on the same checkpoint. Raises ``InvalidInput``: not installed."""
     if importlib.util.find_spec("dflash") is None:
         raise InvalidInput("the package dflash is not installed: pip install --no-deps dflash==0.1.0")
-    from dflash.model import DFlashDraftModel, dflash_generate  # pyright: ignore[reportMissingImports]
-
-    model = DFlashDraftModel.from_pretrained(folder, dtype=target.dtype).to(target.device).eval()
+    package: Any = importlib.import_module("dflash.model")
+    model = package.DFlashDraftModel.from_pretrained(folder, dtype=target.dtype).to(target.device).eval()
     eos = list(target.eos_token_ids) or None
 
     def run(prompt: list[int], new: int) -> list[int]:
         ids = torch.tensor([prompt], device=target.device)
-        out = dflash_generate(model, target.model, ids, max_new_tokens=new, stop_token_ids=eos)
+        out = package.dflash_generate(model, target.model, ids, max_new_tokens=new, stop_token_ids=eos)
         return out[0, len(prompt) :].tolist()
 
     return run
@@ -188,22 +188,16 @@ def flashspec_lookup(target: Target, folder: Path | None = None) -> Run:
     """The package ``flashspec`` with its prompt lookup: it has no block drafter. Raises ``InvalidInput``."""
     if importlib.util.find_spec("flashspec") is None:
         raise InvalidInput("the package flashspec is not installed: pip install --no-deps flashspec==0.3.1")
-    from flashspec import (  # pyright: ignore[reportMissingImports]
-        BanditConfig,
-        FlashSpecConfig,
-        SamplingConfig,
-        SpeculativeEngine,
-    )
-    from flashspec.engine import NgramDrafter, TargetModel  # pyright: ignore[reportMissingImports]
-
-    config = FlashSpecConfig(
+    package: Any = importlib.import_module("flashspec")
+    parts: Any = importlib.import_module("flashspec.engine")
+    config = package.FlashSpecConfig(
         device=str(target.device),
         drafter_strategy="bandit",  # one arm: the lookup
-        bandit=BanditConfig(n_arms=1),
-        sampling=SamplingConfig(temperature=0.0),
+        bandit=package.BanditConfig(n_arms=1),
+        sampling=package.SamplingConfig(temperature=0.0),
     )
-    wrapped = TargetModel(target.name, target.device, target.dtype, model=target.model)
-    engine = SpeculativeEngine(config, [NgramDrafter()], wrapped)
+    wrapped = parts.TargetModel(target.name, target.device, target.dtype, model=target.model)
+    engine = package.SpeculativeEngine(config, [parts.NgramDrafter()], wrapped)
 
     def run(prompt: list[int], new: int) -> list[int]:
         ids = torch.tensor([prompt], device=target.device)

@@ -252,6 +252,7 @@ def markdown(path: Path) -> str:
         cells = [c for c in drafters(manifest) if of_cell(chosen, c)]
         others = [c for c in manifest["cells"] if c in WHAT and of_cell(chosen, c)]
         parts += _setting_tables(chosen, cells, others)
+    parts += _overhead_table(manifest)
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
@@ -304,6 +305,18 @@ def _setting_tables(rows: Sequence[Row], cells: Sequence[str], others: Sequence[
             parts.append("| " + " | ".join(entries) + " |")
         parts.append("")
     return parts
+
+
+def _overhead_table(manifest: dict[str, Any]) -> list[str]:
+    measured = manifest.get("overhead") or {}
+    if not measured:
+        return []
+    lines = ["One round, in milliseconds, and what is left of it beside its models, each measured alone:", ""]
+    lines += ["| cell | round | target | backbone | head | left |", "|---|---|---|---|---|---|"]
+    for cell, o in measured.items():
+        parts = [f"{1e3 * o[name]:.1f}" for name in ("round", "target", "backbone", "head")]
+        lines.append(f"| `{cell}` | " + " | ".join(parts) + f" | {100 * o['share']:.1f} % |")
+    return [*lines, ""]
 
 
 def _tau_entry(rows: list[Row], cell: str) -> str:

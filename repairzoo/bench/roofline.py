@@ -44,7 +44,8 @@ def draft_cost(backbone: Any, batch: int = 1) -> list[float]:
     output = borrowed.output_weight if borrowed is not None else None
     numbers = sum(p.numel() for p in trunk) + (0 if output is None else output.numel())
     size = 1 if int8 or not trunk else trunk[0].element_size()
-    return [float(numbers * size), 2.0 * numbers * backbone.slots * batch]
+    slots: Any = backbone.slots
+    return [float(numbers * size), 2.0 * numbers * slots * batch]
 
 
 def head_cost(heads: tuple[Any, ...], slots: int, batch: int = 1) -> list[float]:

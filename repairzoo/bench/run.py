@@ -12,9 +12,11 @@ from repairzoo.bench.machine import measured_rates, weights_hash
 from repairzoo.bench.matrix import CellSpec, cells_of
 from repairzoo.bench.measure import Cell, Setting, measure, plain_cell, zoo_cell
 from repairzoo.bench.others import OTHERS, other, published_folder
+from repairzoo.bench.overhead import overhead
 from repairzoo.bench.roofline import round_cost
 from repairzoo.bench.suites import SUITES, load_suite
 from repairzoo.errors import InvalidInput
+from repairzoo.inputs import prompt_ids
 from repairzoo.target import Target
 
 Say = Callable[[str], None]
@@ -29,6 +31,7 @@ class Plan:
         others: names of ``bench.others.OTHERS``; ``"all"`` takes those that run here.
         suites: names, JSONL files or ``datasets:...``; count: prompts of each.
         temperatures, batches: every pair is a setting.
+        overhead: rounds in which every cell's parts are timed alone, to tell what a round costs beside them.
         rates: measure bandwidth and rate for the roofline.
     """
 
@@ -48,6 +51,7 @@ class Plan:
     prefixes: int = 2
     oracle: int = 16
     baseline: bool = True
+    overhead: int = 12
     rates: bool = True
     build: dict[str, Any] = field(default_factory=dict)
 
@@ -81,11 +85,16 @@ def run(plan: Plan, target: Any, path: Path, say: Say = lambda line: None) -> No
             cells.append(zoo_cell(spec.name, zoos[spec.name]))
         cells += _others(plan, verifier, zoos, stack, say, missing)
         context = 256
+        beside = {}
+        if plan.overhead and not path.exists():
+            first = prompt_ids(verifier, prompts[0].text)[0]
+            beside = {name: overhead(zoo, first, rounds=plan.overhead).as_dict() for name, zoo in zoos.items()}
         manifest = {
             "left_out": missing,
             "artifacts": {name: _hashes(zoo) for name, zoo in zoos.items()},
             "cost": {c.name: round_cost(c.zoo, verifier, context) for c in cells if not c.greedy_only},
             "cost_context": context,
+            "overhead": beside,
             "rates": measured_rates(verifier.device, verifier.dtype) if plan.rates else None,
         }
         measure(

@@ -2,8 +2,8 @@
 
 Plain decoding answers the prompts once. Every candidate is then *replayed* on those answers (``replay.py``), which
 gives its accepted lengths exactly and the time of its drafts and heads, without running the target in rounds; the
-target's share comes from the measured cost of verifying so many rows. The choice is measured for real, and both
-figures are kept in a calibration file.
+target's share comes from the measured cost of verifying so many rows. Where rounds are captured into graphs, a round
+is timed whole instead. The choice is measured for real, and both figures are kept in a calibration file.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from repairzoo.bench.replay import KnownText, Replayed, read_text, replay
 from repairzoo.bench.suites import Prompt
 from repairzoo.default_target import cache_folder
 from repairzoo.errors import InvalidArtifact, InvalidInput
+from repairzoo.graph import Graphs
 from repairzoo.inputs import prompt_ids
 from repairzoo.load_parts import bound_heads
 from repairzoo.registry import registry
@@ -178,10 +179,12 @@ def autotune(
                 if (spec.backbone, spec.head) not in bound:
                     named = None if spec.head == "none" else _calibrated(spec.head, curve, overhead)
                     bound[spec.backbone, spec.head] = bound_heads(named, target, drafter)
-                zoo = Zoo(target, drafter, bound[spec.backbone, spec.head], spec.tree)
+                assert spec.tree is None or isinstance(spec.tree, int)
+                zoo = Zoo(target, drafter, bound[spec.backbone, spec.head], spec.tree, graphs=_own(base.graphs))
                 family = "chain" if zoo.nodes is None and zoo.expander is None else "tree"
                 if family not in rest:
                     rest[family], overhead = _rest(zoo, ids, options)
+                whole = None if zoo.graphs is None else _round_seconds(zoo, ids[0], options)
                 seen = [
                     replay(zoo, p, a, temperature=temperature, seed=seed, text=t)
                     for p, a, t in zip(ids, answers, known, strict=True)
@@ -191,7 +194,8 @@ def autotune(
                     drafter.block_size = trained
             named_length = length if length != trained else None
             full = CellSpec(spec.backbone, spec.head, spec.tree, named_length)
-            candidate = Candidate(full, _tau(seen), predicted(seen, curve, rest[family]))
+            tau = _tau(seen)
+            candidate = Candidate(full, tau, tau / whole if whole else predicted(seen, curve, rest[family]))
             say(f"{full.name}: τ {candidate.tau:.2f}, predicted {candidate.predicted:.1f} tokens/s")
             scored.append((candidate, zoo, length or 0))
     best, zoo, length = max(scored, key=lambda x: x[0].predicted)
@@ -242,7 +246,21 @@ def _speed(outcomes: Sequence[Any]) -> float:
     return tokens / seconds if seconds else 0.0
 
 
-def _rest(zoo: Zoo, ids: Sequence[list[int]], options: dict[str, Any]) -> tuple[float, float]:
+def _own(graphs: Graphs | None) -> Graphs | None:
+    """Graphs of another zoo on the same device."""
+    return None if graphs is None else Graphs(graphs.backend, graphs.smallest, graphs.ahead, graphs.required)
+
+
+def _round_seconds(zoo: Zoo, prompt: list[int], options: dict[str, Any]) -> float:
+    """A captured round has no parts that could be timed: it is timed whole, in a short run."""
+    cell = zoo_cell("round", zoo)
+    short = {**options, "max_new_tokens": min(32, options["max_new_tokens"])}
+    cell.run([prompt], short)  # captures
+    out = cell.run([prompt], short)
+    return out.wall / max(1, len(out.accepted[0]))
+
+
+def _rest(zoo: Zoo, ids: list[list[int]], options: dict[str, Any]) -> tuple[float, float]:
     """Seconds a round of acceptance, commit and the host; and of everything beside the verify pass."""
     cell = zoo_cell("rest", zoo)
     cell.run(ids[:1], {**options, "max_new_tokens": min(8, options["max_new_tokens"])})
@@ -345,12 +363,14 @@ def tuned(
     if tune != "auto" and not isinstance(tune, (str, os.PathLike)):
         raise InvalidInput(f"tune={tune!r}: give None, 'auto' or the path of a calibration file")
     found = load(calibration_path(target) if tune == "auto" else tune, target)
-    kind = backbone if isinstance(backbone, str) else getattr(backbone, "kind", "")
+    kind = str(backbone) if isinstance(backbone, (str, Path)) else getattr(backbone, "kind", "")
+    if head is not None and not isinstance(head, (str, Path)):
+        raise InvalidInput(f"tune={str(tune)!r} knows heads by name, not {head!r}: name it, or leave tune out")
     fitting = [
         c
         for c in found.candidates
         if c.spec.backbone == kind
-        and (head is None or c.spec.head == head)
+        and (head is None or c.spec.head == str(head))
         and (tree is None or c.spec.tree == tree)
         and (block is None or c.spec.block == block)
     ]
