@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,8 @@ class DraftBlock:
         embedding: ``[V, D]`` the target's frozen input embedding.
         output_weight: ``[V, D]`` the target's frozen output head.
         native: the backbone's own causal corrector, or None.
+        redraft: drafts the block again with some of its tokens known, ``[B, S]`` int64 with -1 where none is, for
+            backbones that can (``suffix="redraft"`` of CURE); None for those that cannot.
     """
 
     hidden: Tensor
@@ -40,6 +43,7 @@ class DraftBlock:
     embedding: Tensor
     output_weight: Tensor
     native: Corrector | None = None
+    redraft: Callable[[Tensor], DraftBlock] | None = None
 
     @property
     def slots(self) -> int:

@@ -9,6 +9,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from test_verify import EXACT, Table, deviation, tree_laws, walk_tree
 
 import repairzoo
 from repairzoo import decode
+from repairzoo.bench.cost_curve import CostCurve
 from repairzoo.block import HISTORY, DraftBlock, make_pool
 from repairzoo.errors import InvalidArtifact, InvalidInput
 from repairzoo.heads.cure import CURE, branch_budget, naive
@@ -458,10 +460,13 @@ def test_repairs_are_made_accepted_and_counted(order):
     assert 0 < s.branches_accepted[0] <= s.rounds <= s.branches[0] <= s.branch_nodes[0]
     assert s.drafted[0] == s.branch_nodes[0] + 4 * s.rounds
     assert plain.stats.branches == plain.stats.branches_accepted == plain.stats.branch_nodes == [0]
-    with_all_rows_counted = CURE(order=order, overhead=0.0)  # no second-best token is worth an average row here
+    with_all_rows_counted = CURE(
+        order=order, cost="rows", overhead=0.0
+    )  # no second-best token is worth an average row here
     idle = repairzoo.build(backbone, with_all_rows_counted, target).generate(prompt, max_new_tokens=17)
     assert idle.stats.branch_nodes == [0] and idle.stats.tau == plain.stats.tau
-    cheap = repairzoo.build(backbone, "cure", target).generate(prompt, max_new_tokens=17)  # default: it still pays
+    half = CURE(order=order, cost="rows")  # a row counts half of the average one: it still pays
+    cheap = repairzoo.build(backbone, half, target).generate(prompt, max_new_tokens=17)
     assert plain.stats.tau < cheap.stats.tau and cheap.stats.branch_nodes[0] < s.branch_nodes[0]
 
 
@@ -548,6 +553,121 @@ def test_the_tree_does_not_see_the_targets_choices():
     assert all(torch.equal(getattr(a, n), getattr(b, n)) for n in ("tokens", "parents", "depths", "valid"))
 
 
+# --- measured costs ---------------------------------------------------------------------------------------------------
+def costs(monkeypatch: pytest.MonkeyPatch, curve: list[float], draft: float = 0.0) -> None:
+    given_curve = CostCurve(tuple(range(1, len(curve) + 1)), tuple(curve), 8)
+    monkeypatch.setattr("repairzoo.bench.cost_curve.round_costs", lambda *_: (given_curve, draft))
+
+
+def test_costs_are_measured_before_the_first_run():
+    """A cost that is left open is that of this target on this machine, taken once; a given one is left alone."""
+    target, backbone = tiny(), dflash(tiny(), 2, block_size=4)
+    zoo = repairzoo.build(backbone, CURE(), target)
+    assert zoo.expander == CURE()
+    zoo.generate([[1, 2, 3]], max_new_tokens=3)
+    fitted = zoo.expander
+    assert fitted is zoo.heads[-1] and fitted.overhead > 0
+    assert len(fitted.cost) == 1 + fitted.budget(3) and all(a <= b for a, b in pairwise(fitted.cost))
+    zoo.generate([[1, 2, 3]], max_new_tokens=3)
+    assert zoo.expander is fitted
+    given_cost = CURE(cost=[1.0] * 12)
+    zoo = repairzoo.build(backbone, given_cost, target)
+    zoo.generate([[1, 2, 3]], max_new_tokens=3)
+    assert zoo.expander is given_cost
+
+
+def test_default_costs_no_more_than_its_chain(monkeypatch):
+    """Where each row costs a whole chain nothing is added, where rows are free the budget is used. A row's cost beyond
+    the chain's counts a little more than it was measured, and noise that makes more rows cheaper counts nothing."""
+    target = toy()
+    backbone = dflash(target, 3, block_size=4)
+    costs(monkeypatch, [1.0] * 4 + [4.0 * r for r in range(2, 10)])
+    walled = CURE(**(WIDE | {"cost": "measured"})).fit(target, backbone)
+    costs(monkeypatch, [1.0, 1.0, 1.0, 1.0] + [0.5] * 8)
+    free = CURE(**(WIDE | {"cost": "measured"})).fit(target, backbone)
+    assert set(free.cost) == {1.0}
+    block, stack, pool = scene(5, 3, 7, False, 1)
+    assert expand(walled, block, stack, pool).valid[:, 1:].sum(1).tolist() == [3, 3]
+    full = expand(CURE(**WIDE), block, stack, pool).valid[:, 1:].sum(1).tolist()
+    assert expand(free, block, stack, pool).valid[:, 1:].sum(1).tolist() == full and min(full) > 3
+    costs(monkeypatch, [1.0, 1.0, 1.0, 2.0, 3.0] + [4.0] * 7, draft=0.5)
+    fitted = CURE().fit(target, backbone)
+    assert fitted.cost[:6] == (1.0, 1.0, 1.0, 2.0, 3.25, 4.5) and fitted.overhead == 0.5
+    assert CURE(overhead=2.0).fit(target, backbone).overhead == 2.0
+
+
+def test_budget_where_unused_rows_cost_too(monkeypatch):
+    """An accelerator verifies masked rows as well: a budget that is left open ends where rows stop being free."""
+    target = toy()
+    backbone = dflash(target, 3, block_size=4)
+    far = SimpleNamespace(device=torch.device("cuda"))
+    costs(monkeypatch, [1.0] * 6 + [1.01] + [2.0] * 5)
+    fitted = CURE().fit(far, backbone)
+    assert fitted.nodes == 6 and len(fitted.cost) == 7
+    costs(monkeypatch, [1.0] * 4 + [2.0] * 8)
+    assert CURE().fit(far, backbone).budget(3) == 3
+    assert CURE(nodes=9).fit(far, backbone).budget(3) == 9  # as it was asked for
+
+
+# --- a second draft ---------------------------------------------------------------------------------------------------
+def redrafted(kind: str, seed: int) -> Any:
+    return {
+        "dflash": lambda: dflash(toy(), seed),
+        "domino": lambda: domino(seed % 50),
+        "dspark": lambda: dspark(seed % 50, "rnn"),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "domino", "dspark"])
+def test_redraft_is_a_draft_with_the_prefix_in_its_block(kind):
+    """Behind a fork every branch is what the backbone drafts with the chain so far and the substituted token known."""
+    target, backbone = toy(), redrafted(kind, 3)
+    heads = [CURE(suffix="redraft", repairs=1, nodes=3 * backbone.slots, **WIDE)]
+    engine = engine_with(target, backbone, heads, Law(0.0))
+    state = decode.start(engine, prompts(3, [6, 4]), [20, 20], [0, 0])
+    position = state.length - 1
+    anchor = state.ids.gather(1, position[:, None])[:, 0]
+
+    def draft(known: Any = None) -> DraftBlock:
+        return backbone.draft(state.context, anchor, position, state.ids.shape[1], known=known)
+
+    block = draft()
+    tree, *_ = decode.propose(engine, block, state.seed)
+    check(tree)
+    native = [] if block.native is None else [block.native]
+    own = walk(block, native, None)[0]
+    plain = draft(torch.full_like(own, -1))
+    assert torch.equal(plain.logits, block.logits)  # nothing known is the draft itself
+    branches, S = 0, block.slots
+    for row in range(2):
+        for path in paths(tree, row):
+            fork = next((i for i, t in enumerate(path) if t != int(own[row, i])), None)
+            if fork is None or len(path) < S:
+                continue
+            known = torch.full_like(own, -1)
+            known[row, : fork + 1] = torch.tensor(path[: fork + 1])
+            again = draft(known)
+            previous, stack = anchor[:, None], Stack(again, native, None)
+            for slot in range(S):
+                scores = stack.step(slot, previous, again.logits[:, slot, None])
+                if slot > fork:
+                    assert int(scores[row].argmax()) == path[slot]
+                previous = torch.full_like(previous, path[slot])
+            branches += 1
+    assert branches > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "domino", "dspark"])
+def test_redraft_changes_no_answer(kind):
+    target, rows = toy(), prompts(4, [3, 5])
+    head = CURE(suffix="redraft", repairs=2, **WIDE)
+    for temperature in (0.0, 1.0):
+        run = {"max_new_tokens": 9, "temperature": temperature, "seed": 3}
+        out = repairzoo.build(redrafted(kind, 4), head, target).generate(rows, **run)
+        assert out.token_ids == repairzoo.autoregressive(target, rows, **run).token_ids
+        assert sum(out.stats.branches) > 0
+
+
 # --- a static round --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("cure", "head"),
@@ -555,6 +675,7 @@ def test_the_tree_does_not_see_the_targets_choices():
         (CURE(), "none"),
         (CURE(repairs=2, order="margin"), "pooled"),
         (CURE(cost=[float(r) ** 0.5 for r in range(1, 30)]), "stack"),
+        (CURE(suffix="redraft", repairs=2), "pooled"),
     ],
 )
 def test_round_looks_at_no_value(cure, head):
@@ -589,6 +710,7 @@ def test_round_traces_and_the_graph_serves_other_states():
         (["cure", Bigram(0)], {}, r"head cure\+Bigram: an expander .* comes last"),
         ("cure", {"tree": 5}, r"an expander makes the tree itself: use it without tree="),
         ("cure", {"proposal": "sampled"}, r"deterministically: use proposal='argmax'"),
+        (CURE(suffix="redraft"), {}, r"suffix='redraft' asks Scripted to draft a partly known block"),
         (CURE(nodes=2), {}, r"cure: nodes=2, but branch 0 is always proposed and has 3"),
         ("cure+cure", {}, "two expanders"),
     ],
@@ -601,7 +723,6 @@ def test_what_means_nothing_is_refused_when_it_is_built(heads, more, words):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"suffix": "redraft"}, "redraft.*partly known block"),
         ({"suffix": "beam"}, "suffix='beam'"),
         ({"order": "best"}, "order='best'"),
         ({"threshold": math.inf}, "threshold=inf"),

@@ -20,7 +20,8 @@ from repairzoo.heads.drelay import DRelay, DRelayConfig
 from repairzoo.heads.drelay import objective as drelay
 from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig, Weights
 from repairzoo.heads.lilicorr import objective as lilicorr
-from repairzoo.train.blocks import pool_blocks, prefixes, target_scores
+from repairzoo.train.blocks import accepted_lengths, pool_blocks, prefixes, scouted, target_scores
+from repairzoo.train.commands import run_training
 from repairzoo.train.data import Batch
 from repairzoo.train.recipe import read_recipe
 from repairzoo.train.trainer import total_loss
@@ -104,6 +105,8 @@ def test_incoming_scores_are_those_of_a_causal_backbone():
     assert (blocks.scores - blocks.pool.log_probs).abs().max() > 1e-3
     with pytest.raises(InvalidInput, match="joint: false"):
         pool_blocks(backbone, b, 5, joint=True)
+    with pytest.raises(InvalidInput, match="5 candidates of the 4 ids"):
+        pool_blocks(draft(2), b, 5, joint=True, columns=torch.arange(4))
 
 
 @torch.no_grad()
@@ -219,3 +222,180 @@ def test_recipes_plan_train_and_save_what_loads(kind, tmp_path):
     assert zoo.generate(rows, max_new_tokens=8).token_ids == want
     again = module.plan(read_recipe(path), target(), [folder], backbone=backbone, init=tmp_path / "artifact")
     assert all(torch.equal(v, head.state_dict()[n]) for n, v in again.objective.head.state_dict().items())
+
+
+# ---------------------------------------------------------------- ablations, scout, control
+
+MODELS = {
+    "drelay": {"preset": "small", "width": 16, "ffn": 16, "residual": 16, "rank": 8, "gate": 8, "pool_size": 6},
+    "lilicorr": {"width": 16, "factor_dim": 8, "candidates": 6, "num_heads": 2, "num_layers": 1},
+}
+RUN = {"steps": 2, "batch": 4, "anchors": 4, "precision": "fp32", "eval_sequences": 4}
+
+
+def planned(tmp_path: Path, kind: str, changes: tuple[str, ...], objective: dict | None = None, **options):
+    folder = tmp_path / "corpus"
+    if not folder.exists():
+        make_corpus(folder, 60)
+    recipe = {"kind": kind, "model": MODELS[kind] | {"dtype": "float32"}, "objective": objective or {}, "run": RUN}
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    module = {"drelay": drelay, "lilicorr": lilicorr}[kind]
+    return module.plan(read_recipe(path, changes), target(), [folder], backbone=draft(2), **options)
+
+
+def trained_for(job, steps: int = 3) -> None:
+    """A few large steps with weight decay, so that whatever is trained has moved."""
+    free = [p for p in job.objective.module.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(free, lr=0.05, weight_decay=0.1)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        total_loss(job.objective.terms(job.objective.module, batch(), 1.0)).backward()
+        optimiser.step()
+
+
+@torch.no_grad()
+def corrected(head, seed: int = 0, other: int = 0) -> Tensor:
+    """Scores ``[N, S, K]`` after the true prefix; ``other`` disturbs the last slot's candidates."""
+    blocks = pool_blocks(draft(2), batch(seed), 6)
+    if other:
+        blocks.block.hidden[:, -1] += other
+    if isinstance(head, DRelay):
+        return head.forced(head.encode(blocks.block, blocks.pool), blocks.labels, blocks.block.embedding, blocks.scores)
+    start, pair, *_ = head.prepare(blocks.block, blocks.pool)
+    return torch.cat((start[:, None, None].expand(-1, 1, pair.shape[2], -1), pair), 1)  # [N, S, K, K]
+
+
+def test_ablation_without_global_read(tmp_path):
+    """A trained head whose candidate read is taken out does not see later slots through it, nor does its artifact."""
+    for flag, seen in (("true", True), ("false", False)):
+        changes = (f"model.global_read={flag}", "model.slot_layers=0")  # slot mixing sees later slots, too
+        job = planned(tmp_path, "drelay", changes)
+        trained_for(job)
+        job.save(tmp_path / flag)
+        head = DRelay.load(tmp_path / flag)
+        assert bool(head.read_out.weight.any()) is seen
+        changed = (corrected(head) != corrected(head, other=1))[:, :-1].any()
+        assert bool(changed) is seen
+        assert job.facts["model"]["global_read"] is seen
+
+
+def test_ablation_of_credit_and_support(tmp_path):
+    """Uniform credit weighs all supervised slots alike; no support leaves the draft to the selection alone."""
+    b, every = batch(), (f"model.pool_size={VOCAB}",)
+    terms = {}
+    for credit in ("true", "false"):
+        # all tokens are candidates: a block without credit (a miss at its first slot) would get uniform weights
+        changes = (f"objective.credit={credit}", "objective.joint=true", "objective.least_count=null", *every)
+        job = planned(tmp_path, "drelay", changes)
+        terms[credit] = job.objective.terms(job.objective.module, b, 1.0)
+    blocks, scores = job.objective.module(b)
+    by_hand = torch.where(
+        (blocks.pool.ids == blocks.labels[..., None]).any(-1),
+        -(scores.log_softmax(-1).exp() * (blocks.pool.ids == blocks.labels[..., None])).sum(-1).clamp_min(1e-30).log(),
+        0.0,
+    )
+    torch.testing.assert_close(terms["false"]["selection"][0], (by_hand * blocks.mask).sum(), atol=1e-3, rtol=1e-4)
+    assert not torch.allclose(terms["true"]["selection"][0], terms["false"]["selection"][0])
+    none = planned(tmp_path, "drelay", ("objective.support=0.0", "objective.joint=true"))
+    assert float(none.objective.terms(none.objective.module, b, 1.0)["draft"][0]) == 0
+    assert float(terms["true"]["draft"][0]) > 0
+
+
+def test_ablations_of_lilicorr(tmp_path):
+    """No anchor: the feature before the block changes nothing. No pairs: no row of a pair table differs from another.
+    No penalty: the target is not asked."""
+    blocks = pool_blocks(draft(2), batch(), 6)
+    for changes, by_anchor, by_pair in (
+        ((), True, True), (("model.anchor=false",), False, True), (("model.pairwise=false",), True, False),
+    ):  # fmt: skip
+        job = planned(tmp_path, "lilicorr", changes)
+        trained_for(job)
+        job.save(tmp_path / "artifact")
+        head = LiLiCorr.load(tmp_path / "artifact")
+        start, pair, *_ = head.prepare(blocks.block, blocks.pool)
+        blocks.block.context += 1
+        moved, _, *_ = head.prepare(blocks.block, blocks.pool)
+        blocks.block.context -= 1
+        assert bool((start - moved).abs().max() > 1e-6) is by_anchor
+        assert bool((pair - pair[:, :, :1]).abs().max() > 1e-6) is by_pair
+        assert start.std(-1).max() > 1e-6 and pair.std(-1).max() > 1e-6  # what is left still chooses
+    job = planned(tmp_path, "lilicorr", ("objective.penalty=0.0",))
+    assert set(job.objective.terms(job.objective.module, batch(), 1.0)) == {"ce"}
+
+
+@torch.no_grad()
+def test_scout_stands_where_rounds_begin():
+    """Every anchor that the scout adds is one that decoding reaches from a uniform one: by A + 1 along the text."""
+    objective, b = everything("drelay", False), batch()
+
+    def accepted(hop: Batch) -> Tensor:
+        return accepted_lengths(hop, *objective.module(hop))
+
+    length = accepted(b)
+    assert (length[b.labels(3)[1][..., 0]] >= 0).all() and (length[~b.keep] == -1).all()
+    found = scouted(b, 2 / 3, accepted, hops=1)
+    assert torch.equal(found.anchors[:, 0], b.anchors[:, 0])
+    for row in range(3):
+        for place in (0, 1):
+            start, reached = int(b.anchors[row, place]), int(found.anchors[row, 1 + place])
+            goal = start + int(length[row, place]) + 1
+            if length[row, place] >= 0 and goal + 1 < 12 and b.loss_mask[row, goal + 1]:
+                assert reached == goal and found.keep[row, 1 + place]
+            else:
+                assert reached == int(b.anchors[row, 1 + place])
+    assert torch.equal(scouted(b, 0.0, accepted).anchors, b.anchors)
+    # a perfect draft goes a whole block at a time
+    far = scouted(b, 1 / 3, lambda hop: torch.where(hop.keep, 3, -1), hops=1)
+    assert int(far.anchors[0, 2]) == int(b.anchors[0, 0]) + 4
+    with pytest.raises(InvalidInput, match="scout"):
+        everything("drelay", False, scout=(0.5, 1.5))
+
+
+def test_scouted_training_is_a_function_of_the_step():
+    """The same batch and weights give the same terms: a resumed run sees what an uninterrupted one sees."""
+    objective, b = everything("drelay", True, scout=(0.5, 0.5)), batch()
+    one, two = (objective.terms(objective.module, b, 0.7)["selection"][0] for _ in range(2))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kind", ["drelay", "lilicorr"])
+def test_control_trains_the_backbone_alone(kind, tmp_path):
+    """Same blocks, same cross entropy, no head: what the head's gain is measured against."""
+    job = planned(tmp_path, kind, (), {"joint": True}, control=True)
+    beside = planned(tmp_path, kind, (), {"joint": True})
+    b = batch()
+    terms = job.objective.terms(job.objective.module, b, 1.0)
+    assert set(terms) == {"draft"} and job.facts["control"] is True
+    want = beside.objective.terms(beside.objective.module, b, 1.0)["draft"]
+    torch.testing.assert_close(terms["draft"], want)
+    before = copy.deepcopy(job.objective.head.state_dict())
+    trained_for(job)
+    assert all(torch.equal(v, job.objective.head.state_dict()[n]) for n, v in before.items())
+    found = job.objective.diagnose([b])
+    assert found["selected"] == found["native"]
+    job.save(tmp_path / "control")
+    zoo = repairzoo.build(str(tmp_path / "control"), None, target())
+    rows = [[1, 2, 3]]
+    want = repairzoo.autoregressive(target(), rows, max_new_tokens=6).token_ids
+    assert zoo.generate(rows, max_new_tokens=6).token_ids == want
+
+
+def test_a_folder_is_continued_by_its_own_run(tmp_path):
+    """Another ablation in the same folder is refused by key; the recipe beside the artifact is the one followed."""
+    make_corpus(tmp_path / "corpus", 60)
+    draft(2).state_target(target()).save(tmp_path / "draft")
+    recipe = {"kind": "drelay", "model": MODELS["drelay"] | {"dtype": "float32"}, "objective": {}, "run": RUN}
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    args = ("heads", path, [tmp_path / "corpus"], tmp_path / "run")
+    more = {"target": target(), "backbone": str(tmp_path / "draft")}
+    assert run_training(*args, **more, changes=["objective.credit=false"])
+    assert "credit: false" in (tmp_path / "run" / "artifact" / "recipe.yaml").read_text()
+    with pytest.raises(InvalidInput, match=r"objective\.credit=False"):
+        run_training(*args, **more)
+    with pytest.raises(InvalidInput, match="control"):
+        run_training(*args, **more, changes=["objective.credit=false"], control=True)
+    for wrong in ("credit=false", "objective.credit", "kind=dels"):
+        with pytest.raises(InvalidInput, match="--set"):
+            read_recipe(path, [wrong])
+    with pytest.raises(InvalidInput, match="colour"):
+        run_training(*args[:3], tmp_path / "other", **more, changes=["objective.colour=1"])

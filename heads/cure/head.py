@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from repairzoo.block import DraftBlock, Pool
+from repairzoo.block import DraftBlock, Pool, make_pool
 from repairzoo.errors import InvalidInput
 from repairzoo.tree import TokenTree, chain, from_candidates
 from repairzoo.walk import Stack, base_scores, best_of, token_of
 
 EXTRA = 8  # draft nodes beside branch 0 unless `nodes` says otherwise
 NEVER = float("-inf")
+CAUTION = 1.25  # a row must bring this much more than it was measured to cost: drafts are surer than they are right
+FLAT = 1.02  # where unused rows are verified too, a budget may cost this much more than the chain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +37,14 @@ class CURE:
         order: ``"gain"`` forks where, and keeps the nodes by which, the expected accepted length grows most;
             ``"margin"`` forks the smallest margins and takes branch after branch (the paper).
         suffix: ``"head"`` walks the stacked correctors on behind a substituted token; ``"reuse"`` keeps the chain's
-            tokens there. ``"redraft"``, a second pass of the backbone, is refused: see the README.
-        cost: relative cost of verifying r rows (anchor included) as ``cost[r - 1]``, from a calibration. ``"rows"``
-            stands for r itself; ``"free"`` always fills the budget (the paper).
-        overhead: cost of the rest of a round, in the same unit; None: nothing beside a calibration, and with ``"rows"``
-            as much as the chain's rows, so that one more row counts half of the average one.
+            tokens there; ``"redraft"`` lets the backbone draft what follows again, with the chain up to the fork and
+            the substituted token in its block, and walks the correctors on that: one more draft a branch.
+        cost: relative cost of verifying r rows (anchor included) as ``cost[r - 1]``. ``"measured"``: taken from this
+            target on this machine before the first run (:meth:`fit`); until then as ``"rows"``, which stands for r
+            itself. ``"free"`` always fills the budget (the paper).
+        overhead: cost of the rest of a round, in the same unit; None: what a draft takes, where the cost is measured;
+            nothing beside a given one; with ``"rows"`` as much as the chain's rows, so that one more row counts half of
+            the average one.
     """
 
     kind: ClassVar[str] = "cure"
@@ -52,12 +58,12 @@ class CURE:
     nodes: int | None = None
     order: str = "gain"
     suffix: str = "head"
-    cost: str | Sequence[float] = "rows"
+    cost: str | Sequence[float] = "measured"
     overhead: float | None = None
 
     def __post_init__(self) -> None:
         curve = self.cost
-        known = isinstance(curve, str) and curve in ("rows", "free")
+        known = isinstance(curve, str) and curve in ("measured", "rows", "free")
         checks = [
             ("threshold", _is_real(self.threshold), "a finite number"),
             ("scale", _is_real(self.scale) and self.scale > 0, "a number above 0"),
@@ -66,13 +72,10 @@ class CURE:
             ("repairs", _is_int(self.repairs, 0), "a non-negative integer"),
             ("nodes", self.nodes is None or _is_int(self.nodes, 1), "a positive integer or None"),
             ("order", self.order in ("gain", "margin"), "'gain' or 'margin'"),
-            ("suffix", self.suffix in ("head", "reuse", "redraft"), "'head' or 'reuse'"),
-            ("suffix", self.suffix != "redraft",
-             "'head' or 'reuse': a second backbone pass needs a backbone that reads a partly known block, and none of "
-             "the three was trained on one"),
+            ("suffix", self.suffix in ("head", "reuse", "redraft"), "'head', 'reuse' or 'redraft'"),
             ("cost", known or (not isinstance(curve, str) and isinstance(curve, Sequence) and len(curve) > 0
                                and all(_is_real(c) and c > 0 for c in curve)),
-             "'rows', 'free' or a list of positive numbers, one for each number of verified rows"),
+             "'measured', 'rows', 'free' or a list of positive numbers, one for each number of verified rows"),
             ("overhead", self.overhead is None or (_is_real(self.overhead) and self.overhead >= 0),
              "a non-negative number or None"),
         ]  # fmt: skip
@@ -92,6 +95,41 @@ class CURE:
         if nodes < slots:
             raise InvalidInput(f"cure: nodes={nodes}, but branch 0 is always proposed and has {slots}")
         return nodes
+
+    def check(self, backbone: Any) -> None:
+        """Refuse a backbone that cannot do what an option asks of it.
+
+        Raises:
+            InvalidInput: ``suffix="redraft"`` on one that does not draft partly known blocks.
+        """
+        if self.suffix == "redraft" and not getattr(backbone, "redrafts", False):
+            raise InvalidInput(
+                f"cure: suffix='redraft' asks {type(backbone).__name__} to draft a partly known block, which it does "
+                "not offer (docs/protocols.md); use 'head' or 'reuse'"
+            )
+
+    def fit(self, target: Any, backbone: Any) -> CURE:
+        """With the measured cost of this target's rows where ``cost`` is ``"measured"``; else itself.
+
+        What a row costs beyond the chain's is counted ``CAUTION`` times. Where rows that no branch needs are verified
+        all the same (an accelerator keeps its shapes), a budget that was left open becomes the largest whose rows cost
+        hardly more than the chain's.
+        """
+        if self.cost != "measured":
+            return self
+        from repairzoo.bench.cost_curve import round_costs
+
+        slots = backbone.slots
+        rows = 1 + self.budget(slots)
+        curve, draft = round_costs(target, backbone, rows)
+        chain_rows = curve.at(1 + slots)
+        table = list(accumulate(curve.table(rows), max))  # a dip is noise
+        cost = [c if r <= slots else chain_rows + CAUTION * max(c - chain_rows, 0.0) for r, c in enumerate(table)]
+        nodes = self.nodes
+        if nodes is None and target.device.type != "cpu":
+            nodes = max(r for r in range(slots, rows) if r == slots or table[r] <= FLAT * chain_rows)
+            cost = cost[: 1 + nodes]
+        return replace(self, cost=tuple(cost), nodes=nodes, overhead=draft if self.overhead is None else self.overhead)
 
     def expand(
         self,
@@ -151,7 +189,9 @@ class CURE:
         ids = rank if pool is None else pool.ids.gather(-1, rank)  # [B, S, 1 + A]
         rival = ids[..., 1:].gather(1, slots).flatten(1)
 
-        if self.suffix == "head" and stack.correctors:
+        if self.suffix == "redraft":
+            branch, step = self._redraft(block, stack, pool, tokens, fork, rival, alive if peek else None)
+        elif self.suffix == "head" and stack.correctors:
             begin = int(torch.where(alive, fork, S - 1).min()) if peek else 0
             branch, step = self._walk_on(stack, base, mass, pool, tokens, fork, rival, begin)
         else:
@@ -199,6 +239,42 @@ class CURE:
             chosen.append(previous)
         return torch.stack(chosen, -1), torch.stack(log_probs, -1)
 
+    def _redraft(
+        self, block: DraftBlock, stack: Stack, pool: Pool | None, tokens: Tensor, fork: Tensor, rival: Tensor,
+        alive: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As ``_walk_on``, on a block that the backbone drafts again for every branch.
+
+        ``alive [B, W]``: branches that count, or None to look at none.
+        """
+        if block.redraft is None:
+            raise InvalidInput("cure: suffix='redraft' on a block that its backbone cannot draft again")
+        slot = torch.arange(tokens.shape[1], device=tokens.device)
+        branches, steps = [], []
+        for w in range(fork.shape[1]):
+            at = fork[:, w, None]  # [B, 1]
+            if alive is not None and not bool(alive[:, w].any()):
+                branches.append(tokens)
+                steps.append(torch.zeros(tokens.shape, dtype=base_scores(block, pool).dtype, device=tokens.device))
+                continue
+            forced = torch.where(slot == at, rival[:, w, None], tokens)  # [B, S]
+            new = block.redraft(torch.where(slot <= at, forced, -1))
+            part = None if pool is None else make_pool(new.logits, pool.ids.shape[-1])
+            base = base_scores(new, part)
+            mass = None if part is None else base.logsumexp(-1).clamp_max(0)
+            again = Stack(new, stack.correctors, part)
+            previous, chosen, log_probs = block.anchor_ids[:, None], [], []
+            for i in range(tokens.shape[1]):
+                scores = again.step(i, previous, base[:, i, None])[:, 0]  # [B, K]
+                best = scores.argmax(-1, keepdim=True)
+                log_q = _conditional(scores, None if mass is None else mass[:, i])
+                log_probs.append(log_q.gather(-1, best))
+                previous = torch.where(i <= at, forced[:, i, None], token_of(part, i, best))
+                chosen.append(previous)
+            branches.append(torch.cat(chosen, 1))
+            steps.append(torch.cat(log_probs, 1))
+        return torch.stack(branches, 1), torch.stack(steps, 1)
+
     def _affordable(self, key: Tensor, reach: Tensor, own: Tensor, kept: Tensor, extra: int) -> Tensor:
         """``key [B, S, W]`` without the nodes over the budget or behind the point of highest expected tokens per cost.
 
@@ -223,7 +299,7 @@ class CURE:
         """What a round costs whatever it verifies, in the unit of ``cost``."""
         if self.overhead is not None:
             return self.overhead
-        return 1.0 + slots if self.cost == "rows" else 0.0
+        return 1.0 + slots if self.cost in ("measured", "rows") else 0.0
 
     def _curve(self, slots: int, extra: int, like: Tensor) -> Tensor:
         """Cost of a round by its draft nodes, 0 to ``slots + extra``."""

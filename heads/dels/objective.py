@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from repairzoo.artifact import fingerprint
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.target import Target
 from repairzoo.train.data import Batch, Corpus, prefix
+from repairzoo.train.heads import common_facts, softmax_columns, target_keys
 from repairzoo.train.losses import decay_weights, place_in
 from repairzoo.train.recipe import Job, RunRecipe, read_section
 from repairzoo.train.trainer import Recipe, Terms, estimated_tau
@@ -158,6 +158,7 @@ def plan(
     init: Path | None = None,
     backbone: Any = None,
     passes: tuple[str, ...] | None = None,
+    control: bool = False,
 ) -> Job:
     """A DeLS of a recipe's shape, new or from ``init``, on the target's answers.
 
@@ -167,18 +168,10 @@ def plan(
     """
     model = read_section(ModelSection, recipe.model, recipe.path, "model")
     objective = read_section(ObjectiveSection, recipe.objective, recipe.path, "objective")
+    if control:
+        raise InvalidInput("dels never trains the backbone: its control is the backbone as it is")
     vocabulary = target.output_weight.shape[0]
-    stored = DeLSConfig(
-        **asdict(model),
-        alpha=objective.alphas[0],
-        beta=objective.betas[0],
-        vocab_size=vocabulary,
-        padded_vocab_size=max(vocabulary, target.vocab_size),
-        hidden_size=target.hidden_size,
-        target_id=target.name,
-        target_revision=target.revision,
-        target_fingerprint=fingerprint(target.model),
-    )
+    stored = DeLSConfig(**asdict(model), alpha=objective.alphas[0], beta=objective.betas[0], **target_keys(target))
     if backbone is not None and backbone.slots + 1 > stored.block_size:
         raise InvalidInput(
             f"{recipe.path}: key 'model.block_size' is {stored.block_size}, but the backbone drafts {backbone.slots} "
@@ -192,15 +185,13 @@ def plan(
     head.set_prior(corpus.counts(vocabulary), objective.smoothing)
     head.to(target.device)
     head.bind(target.embedding, target.output_weight)
-    least = objective.least_count
-    columns = None if least is None else corpus.columns(vocabulary, least).to(target.device)
+    columns = softmax_columns(corpus, target, objective.least_count)
     trained = DeLSObjective(head, objective.gamma, columns, backbone)
 
     def save(folder: Path) -> None:
         # the fusion weights are those of the head now: finish() chooses them
         config = replace(head.config, dtype=stored.dtype)
-        kind = config.torch_dtype
-        tensors = {n: t if n == "log_prior" else t.to(kind) for n, t in head.state_tensors().items()}
+        tensors = {n: t.to(DeLS.stored_dtype(config, n)) for n, t in head.state_tensors().items()}
         DeLS.from_config_and_tensors(config, tensors).save(folder)
 
     def finish(run: Recipe) -> list[dict[str, Any]]:
@@ -214,15 +205,9 @@ def plan(
         lines = [{"alpha": a, "beta": b, "held_tau": round(t, 4)} for (a, b), t in zip(pairs, taus, strict=True)]
         return [{"fusion": lines, "chosen": {"alpha": head.config.alpha, "beta": head.config.beta}}]
 
-    facts = {
-        "kind": "dels",
-        "target": {"id": target.name, "revision": target.revision, "fingerprint": stored.target_fingerprint},
-        "model": asdict(model),
-        "objective": asdict(objective),
-        "parameters": sum(p.numel() for p in head.parameters()),
+    facts = common_facts("dels", target, model, objective, head, init) | {
         "columns": None if columns is None else len(columns),
         "judged_with": None if backbone is None else getattr(backbone, "kind", type(backbone).__name__),
-        "init": None if init is None else init.name,
     }
     return Job(trained, corpus, save, facts, held=held, finish=finish)
 

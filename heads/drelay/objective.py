@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from repairzoo.artifact import fingerprint
 from repairzoo.errors import InvalidInput
 from repairzoo.target import Target
-from repairzoo.train.blocks import PoolBlocks, pool_blocks, prefixes, right, summed
-from repairzoo.train.data import Batch, Corpus, prefix
+from repairzoo.train.blocks import PoolBlocks, accepted_lengths, pool_blocks, prefixes, right, scouted, summed
+from repairzoo.train.data import Batch, prefix
+from repairzoo.train.heads import OnBackbone, backbone_keys, freeze_at_zero, pool_job, target_keys
 from repairzoo.train.losses import decay_weights
 from repairzoo.train.recipe import Job, RunRecipe, read_section
-from repairzoo.train.trainer import Recipe, Terms
+from repairzoo.train.trainer import Terms
 
 from .head import PRESETS, DRelay, new_config
 from .train import loss_terms, ramp
 
 
-class Trained(nn.Module):
+class Trained(OnBackbone):
     """The head, and the backbone where it is trained as well; forward drafts and scores."""
-
-    def __init__(self, head: DRelay, backbone: Any, joint: bool, columns: Tensor | None = None) -> None:
-        super().__init__()
-        self.head, self.joint, self.columns = head, joint, columns
-        self.frozen = [] if joint else [backbone]  # a list hides it from parameters()
-        self.trained = backbone if joint else None
-
-    @property
-    def backbone(self) -> Any:
-        return self.trained if self.joint else self.frozen[0]
 
     def forward(self, batch: Batch) -> tuple[PoolBlocks, Tensor]:
         """Blocks, and the head's scores ``[N, S, K]`` after the true prefix."""
         size = self.head.config.pool_size
         blocks = pool_blocks(self.backbone, batch, size, joint=self.joint, columns=self.columns)
+        if self.control:
+            return blocks, blocks.scores
         prepared = self.head.encode(blocks.block, blocks.pool)
         return blocks, self.head.forced(prepared, blocks.labels, blocks.block.embedding, blocks.scores)
 
@@ -53,6 +45,9 @@ class DRelayObjective:
         support: weight of the draft's cross entropy; gamma: its slot decay, None as in the paper.
         until: share of the run over which alpha and credit grow. floor, cap: of the credit weights.
         columns: sorted ids of the joint softmax, or None.
+        scout: first and last share of anchors that lie where rounds would begin (:func:`scouted`), growing over the
+            first ``until``; the paper's are 0.3 and 0.5.
+        control: train the backbone alone, with the same blocks and cross entropy.
     """
 
     head: DRelay
@@ -66,16 +61,32 @@ class DRelayObjective:
     floor: float = 0.25
     cap: float = 4.0
     columns: Tensor | None = None
+    scout: tuple[float, float] = (0.0, 0.0)
+    control: bool = False
     module: Trained = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1 or self.cap < 1:
             raise InvalidInput(f"floor={self.floor}, cap={self.cap}: give a floor from 0 to 1 and a cap of at least 1")
-        self.module = Trained(self.head, self.backbone, self.joint, self.columns)
+        if min(self.scout) < 0 or max(self.scout) > 1:
+            raise InvalidInput(f"scout={self.scout}: give shares from 0 to 1")
+        self.module = Trained(self.head, self.backbone, self.joint, self.columns, self.control)
 
     def terms(self, module: nn.Module, batch: Batch, progress: float) -> Terms:
+        share = ramp(progress, *self.scout, self.until)
+        if share > 0:
+            batch = scouted(batch, share, lambda hop: accepted_lengths(hop, *self.module(hop)))
         blocks, scores = module(batch)
-        selected = loss_terms(
+        found: Terms = {}
+        if not self.control:
+            found["selection"] = self._selection(blocks, scores, progress)
+        if blocks.entropy is not None:
+            weight = blocks.mask * decay_weights(scores.shape[1], self.gamma, scores.device)
+            found["draft"] = (self.support * (blocks.entropy * weight).sum(), weight.sum())
+        return found
+
+    def _selection(self, blocks: PoolBlocks, scores: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        return loss_terms(
             scores,
             blocks.pool.ids,
             blocks.labels,
@@ -85,11 +96,6 @@ class DRelayObjective:
             floor=self.floor,
             cap=self.cap,
         )
-        found: Terms = {"selection": selected}
-        if blocks.entropy is not None:
-            weight = blocks.mask * decay_weights(scores.shape[1], self.gamma, scores.device)
-            found["draft"] = (self.support * (blocks.entropy * weight).sum(), weight.sum())
-        return found
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -115,7 +121,8 @@ class DRelayObjective:
 
 @dataclass(frozen=True, slots=True)
 class ModelSection:
-    """``model`` of a recipe: a preset, whose widths may be replaced one by one. ``dtype``: of the stored weights."""
+    """``model`` of a recipe: a preset, whose widths may be replaced one by one. ``dtype``: of the stored weights.
+    ``global_read: false`` is the ablation without the candidate read: its output layer stays at zero."""
 
     preset: str
     pool_size: int = 16
@@ -127,6 +134,7 @@ class ModelSection:
     gate: int | None = None
     slot_layers: int = 2
     history: int = 64
+    global_read: bool = True
     dtype: str = "bfloat16"
 
     def widths(self) -> dict[str, int]:
@@ -135,7 +143,9 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSection:
-    """``objective`` of a recipe; see :class:`DRelayObjective`. ``least_count``: of the joint softmax."""
+    """``objective`` of a recipe; see :class:`DRelayObjective`. ``least_count``: of the joint softmax.
+
+    Ablations: ``credit: false`` weighs all slots alike; ``support: 0`` drops the draft's cross entropy."""
 
     joint: bool = False
     alpha: tuple[float, ...] = (0.05, 1.0)
@@ -146,10 +156,12 @@ class ObjectiveSection:
     floor: float = 0.25
     cap: float = 4.0
     least_count: int | None = 1
+    scout: tuple[float, ...] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        if len(self.alpha) != 2:
-            raise InvalidInput(f"alpha is {list(self.alpha)}: give its first and its last value")
+        for key in ("alpha", "scout"):
+            if len(getattr(self, key)) != 2:
+                raise InvalidInput(f"{key} is {list(getattr(self, key))}: give its first and its last value")
 
 
 def plan(
@@ -160,17 +172,15 @@ def plan(
     init: Path | None = None,
     backbone: Any = None,
     passes: tuple[str, ...] | None = None,
+    control: bool = False,
 ) -> Job:
-    """A DRelay of a recipe's shape on a bound backbone, new or from ``init``.
+    """A DRelay of a recipe's shape on a bound backbone, new or from ``init``; or its control.
 
     Raises:
         InvalidInput: a key of the recipe; no backbone. InvalidArtifact: a value that the head's config refuses.
     """
     model = read_section(ModelSection, recipe.model, recipe.path, "model")
     objective = read_section(ObjectiveSection, recipe.objective, recipe.path, "objective")
-    if backbone is None:
-        raise InvalidInput("drelay reads a backbone's hidden states: give the backbone that it is trained on")
-    vocabulary = target.output_weight.shape[0]
     stored = new_config(
         model.preset,
         **model.widths(),
@@ -178,45 +188,19 @@ def plan(
         slot_layers=model.slot_layers,
         history=model.history,
         dtype=model.dtype,
-        block_size=backbone.slots + 1,
-        tapped_layers=tuple(backbone.tapped_layers),
-        backbone=backbone.kind,
-        hidden_size=target.hidden_size,
-        vocab_size=vocabulary,
-        padded_vocab_size=max(vocabulary, target.vocab_size),
-        target_id=target.name,
-        target_revision=target.revision,
-        target_fingerprint=fingerprint(target.model),
+        **backbone_keys(backbone, "drelay"),
+        **target_keys(target),
     )
-    corpus = Corpus(folders, tuple(backbone.tapped_layers), target.hidden_size, passes=passes)
-    head = DRelay(replace(stored, dtype="float32"), torch.Generator().manual_seed(recipe.run.seed))
-    if init is not None:
-        head.load_state_dict({n: t.float() for n, t in DRelay.load(init).state_dict().items()})
-    head.to(target.device)
-    backbone.requires_grad_(objective.joint)
-    options = asdict(objective)
-    least = options.pop("least_count")
-    least = least if objective.joint else None
-    columns = None if least is None else corpus.columns(vocabulary, least).to(target.device)
-    trained = DRelayObjective(head, backbone, **options, columns=columns)
+    options = {key: value for key, value in asdict(objective).items() if key != "least_count"}
 
-    def save(folder: Path) -> None:
-        tensors = {n: t.detach().to("cpu", stored.torch_dtype) for n, t in head.state_dict().items()}
-        DRelay.from_config_and_tensors(stored, tensors).save(folder)
-        if objective.joint:
-            backbone.state_target(target).save(folder / "backbone")
+    def make(head: DRelay, columns: Tensor | None) -> DRelayObjective:
+        return DRelayObjective(head, backbone, **options, columns=columns, control=control)
 
-    def finish(run: Recipe) -> list[dict[str, Any]]:
-        batches = corpus.held_batches(run.batch, run.anchors, run.eval_sequences)
-        return [{"prefixes": trained.diagnose([b.to(target.device) for b in batches])}]
+    def prepare(head: DRelay) -> None:
+        if not model.global_read:
+            freeze_at_zero(head.read_out.weight)
 
-    facts = {
-        "kind": "drelay",
-        "target": {"id": target.name, "revision": target.revision, "fingerprint": stored.target_fingerprint},
-        "model": asdict(model),
-        "objective": asdict(objective),
-        "parameters": sum(p.numel() for p in head.parameters()),
-        "backbone": backbone.kind,
-        "init": None if init is None else init.name,
-    }
-    return Job(trained, corpus, save, facts, finish=finish)
+    return pool_job(
+        recipe, target, folders, backbone, head_type=DRelay, stored=stored, model=model, objective=objective,
+        make=make, prepare=prepare, init=init, passes=passes, control=control,
+    )  # fmt: skip

@@ -21,6 +21,12 @@ Out = Annotated[Path, typer.Option("--out", help="Folder of the run; the artifac
 Target = Annotated[
     str | None, typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m")
 ]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Change a key of the recipe, such as objective.credit=false; several times, if need be."
+    ),
+]
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Pass to train on; several, or all.")]
 
 
@@ -89,12 +95,15 @@ def backbone(
     init: Annotated[Path | None, typer.Option(help="Artifact folder to start from.")] = None,
     target: Target = None,
     passes: Passes = None,
+    changes: Changes = None,
 ) -> None:
     """Train a backbone."""
     from repairzoo.train.commands import run_training
 
     names = tuple(passes) if passes else None
-    if not run_training("backbones", recipe, corpus, out, target=target, init=init, passes=names):
+    if not run_training(
+        "backbones", recipe, corpus, out, target=target, init=init, passes=names, changes=changes or ()
+    ):
         raise typer.Exit(130)
 
 
@@ -109,10 +118,20 @@ def head(
     init: Annotated[Path | None, typer.Option(help="Artifact folder to start from.")] = None,
     target: Target = None,
     passes: Passes = None,
+    changes: Changes = None,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control", help="Train the backbone alone, on the same blocks as long: what the head must beat."
+        ),
+    ] = False,
 ) -> None:
     """Train a head."""
     from repairzoo.train.commands import run_training
 
     names = tuple(passes) if passes else None
-    if not run_training("heads", recipe, corpus, out, target=target, init=init, backbone=backbone, passes=names):
+    if not run_training(
+        "heads", recipe, corpus, out, target=target, init=init, backbone=backbone, passes=names,
+        changes=changes or (), control=control,
+    ):  # fmt: skip
         raise typer.Exit(130)

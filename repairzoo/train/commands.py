@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from repairzoo.load_parts import bound_backbone
 from repairzoo.target import Target
 from repairzoo.target_source import load_target
 from repairzoo.train.corpus import CorpusPlan, load_prompts, read_manifest, write_corpus
+from repairzoo.train.heads import refuse_other_run
 from repairzoo.train.recipe import Job, RunRecipe, method, read_recipe
 from repairzoo.train.trainer import train
 
@@ -38,6 +40,8 @@ def run_training(
     init: Path | None = None,
     backbone: str | None = None,
     passes: tuple[str, ...] | None = None,
+    changes: Sequence[str] = (),
+    control: bool = False,
 ) -> bool:
     """Train a backbone or a head; continues where a checkpoint in ``out`` is.
 
@@ -45,11 +49,13 @@ def run_training(
         group: ``"backbones"`` or ``"heads"``.
         init: artifact to start from. backbone: frozen backbone that a head is evaluated on.
         passes: passes of the corpora to train on; None for all.
+        changes: of the recipe, see :func:`read_recipe`.
+        control: of a head's joint training: the same blocks, cross entropy and steps for the backbone alone.
 
     Returns:
         whether it was finished. ``out / "artifact"`` is loadable in either case, once a checkpoint exists.
     """
-    read = read_recipe(recipe)
+    read = read_recipe(recipe, changes)
     module = method(read.kind, group)
     kind = torch.bfloat16 if read.run.precision == "bf16" else torch.float32
     manifests = [read_manifest(folder) for folder in corpora]  # before the target, which takes a while
@@ -62,8 +68,10 @@ def run_training(
                 "answers of the target that will be used"
             )
     drafter = None if backbone is None else bound_backbone(backbone, verifier)
-    job = module.plan(read, verifier, corpora, init=init, backbone=drafter, passes=passes)
+    more = {"control": True} if control else {}
+    job = module.plan(read, verifier, corpora, init=init, backbone=drafter, passes=passes, **more)
     out.mkdir(parents=True, exist_ok=True)
+    refuse_other_run(out, job.facts)
 
     def save(folder: Path) -> None:
         job.save(folder)
@@ -97,7 +105,7 @@ def _beside(folder: Path, out: Path, recipe: RunRecipe, job: Job, manifests: lis
     }
     for name, write in (
         ("train_log.jsonl", lambda path: shutil.copyfile(out / "log.jsonl", path)),
-        ("recipe.yaml", lambda path: shutil.copyfile(recipe.path, path)),
+        ("recipe.yaml", recipe.write),
         ("corpus_manifest.json", lambda path: path.write_text(json.dumps(told, indent=1) + "\n")),
     ):
         temporary = folder / f"{name}.partial"

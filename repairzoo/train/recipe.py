@@ -9,7 +9,7 @@ run: {...}          the numbers of :class:`repairzoo.train.trainer.Recipe`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -48,17 +48,29 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RunRecipe:
-    """A recipe file: ``model`` and ``objective`` are read by the method (:func:`read_section`)."""
+    """A recipe file: ``model`` and ``objective`` are read by the method (:func:`read_section`). ``changed``: its whole
+    content, where it isn't what the file says."""
 
     path: Path
     kind: str
     model: Mapping[str, Any]
     objective: Mapping[str, Any]
     run: Recipe
+    changed: Mapping[str, Any] | None = None
+
+    def write(self, path: Path) -> None:
+        """The recipe that was followed, comments and all where nothing was changed."""
+        text = self.path.read_text(encoding="utf-8")
+        path.write_text(
+            text if self.changed is None else yaml.safe_dump(self.changed, sort_keys=False), encoding="utf-8"
+        )
 
 
-def read_recipe(path: Path) -> RunRecipe:
+def read_recipe(path: Path, changes: Sequence[str] = ()) -> RunRecipe:
     """Read a recipe.
+
+    Args:
+        changes: ``"objective.credit=false"``: keys that take another value, written as in YAML.
 
     Raises:
         InvalidInput: no such file, no YAML, a missing or unknown key, a value of another type; names file and key.
@@ -75,9 +87,14 @@ def read_recipe(path: Path) -> RunRecipe:
     for key in _SECTIONS[1:]:
         if not isinstance(data[key], dict):
             raise InvalidInput(f"{path}: key {key!r} holds keys and values, not {data[key]!r}")
-    return RunRecipe(
-        path, data["kind"], data["model"], data["objective"], read_section(Recipe, data["run"], path, "run")
-    )
+    for change in changes:
+        place, equals, text = change.partition("=")
+        section, _, key = place.partition(".")
+        if not equals or section not in _SECTIONS[1:] or not key:
+            raise InvalidInput(f"--set {change!r}: give SECTION.KEY=VALUE with one of {', '.join(_SECTIONS[1:])}")
+        data[section][key] = yaml.load(text, Loader=_StrictLoader)
+    run = read_section(Recipe, data["run"], path, "run")
+    return RunRecipe(path, data["kind"], data["model"], data["objective"], run, data if changes else None)
 
 
 def read_section(kind: type[Section], values: Mapping[str, Any], path: Path, name: str) -> Section:
