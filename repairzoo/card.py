@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,8 @@ class Measured:
 
     Attributes:
         raw: path of the file from the root of the repository. sha256: of its bytes. cell: backbone and heads.
-        rows: ``(suite, prompts, tau, speedup)``, ``"all"`` last; tau pooled, speedup the median over prompts or None.
+        rows: ``(suite, prompts, tau, speedup)``, ``"all"`` last; tau pooled, speedup the median over prompts, or None
+            where nothing was timed or an answer was wrong.
     """
 
     raw: str
@@ -51,7 +51,7 @@ def measured(root: Path, raw: str, cell: str) -> Measured:
     Raises:
         InvalidArtifact: there is no such file or cell. InvalidInput: a file that does not add up.
     """
-    from repairzoo.bench.report import pooled_tau, ratios, read_raw
+    from repairzoo.bench.report import pooled_tau, read_raw, speed_of
 
     path = root / raw
     if not path.is_file():
@@ -66,19 +66,25 @@ def measured(root: Path, raw: str, cell: str) -> Measured:
     for suite in [*sorted({row["suite"] for row in own}), "all"]:
         chosen = [row for row in rows if suite in ("all", row["suite"])]
         mine = [row for row in chosen if row["cell"] == cell]
-        speeds = ratios(chosen, cell)
-        speed = round(statistics.median(speeds), 3) if speeds else None
-        out.append((suite, len({row["id"] for row in mine}), round(pooled_tau(mine), 3), speed))
+        speed = speed_of(chosen, cell)
+        out.append((suite, len({row["id"] for row in mine}), round(pooled_tau(mine), 3), speed and round(speed[0], 3)))
     return Measured(raw, hashlib.sha256(path.read_bytes()).hexdigest(), cell, tuple(out))
 
 
-def refreshed(folder: Path, root: Path, text: str | None = None, figures: tuple[str, str] | None = None) -> str:
+def refreshed(
+    folder: Path,
+    root: Path,
+    text: str | None = None,
+    figures: tuple[str, str] | None = None,
+    licence: str | None = None,
+) -> str:
     """The card of a folder with its front matter and marked parts made anew.
 
     Args:
         folder: an artifact. root: where raw files are found.
         text: the card so far; None for the one in the folder, or a new one where there is none.
         figures: ``(raw, cell)`` to measure where the text has no such mark; None for none.
+        licence: where neither the config nor the card states one.
     """
     config, info = check_config_file(folder), read_info(folder)
     if text is None:
@@ -91,7 +97,7 @@ def refreshed(folder: Path, root: Path, text: str | None = None, figures: tuple[
     tables = iter(found)
     body = _MEASURED.sub(lambda mark: _table(next(tables)), body)
     body = _USE.sub(lambda _: _use(config, None), body)
-    return _front(config, info, found, _licence(info, text)) + body
+    return _front(config, info, found, _licence(info, text) or (licence and licence.lower())) + body
 
 
 def write_card(folder: Path, text: str | None = None) -> None:

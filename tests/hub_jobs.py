@@ -155,3 +155,13 @@ def decode(sources, prompt):
         made = zoo.generate([prompt], max_new_tokens=16)
         out.append([made.token_ids[0], made.stats.accepted])
     return {"tokens": out, "plain": repairzoo.autoregressive(target, [prompt], max_new_tokens=16).token_ids[0]}
+
+
+def decode_default(sources, prompt="A train leaves at 9:40 and arrives at 13:05.", new=32):
+    """Tokens and accepted lengths on the default target, for ``(backbone, head)`` each; not run by ``make test``."""
+    target = repairzoo.load_target(dtype="float32")
+    out = {}
+    for backbone, head in sources:
+        made = repairzoo.build(backbone, head=head, target=target).generate(prompt, max_new_tokens=new)
+        out[f"{backbone} {head}"] = [made.token_ids[0], made.stats.accepted]
+    return out
