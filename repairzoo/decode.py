@@ -21,7 +21,7 @@ from repairzoo.sampling import Law, Stream, draw, uniform
 from repairzoo.target import KVCache, Target
 from repairzoo.tree import TokenTree, ancestor_mask, chain
 from repairzoo.verify import Acceptance, ratio, target_first
-from repairzoo.walk import Stack, best_first, walk
+from repairzoo.walk import Stack, base_scores, best_first, walk
 
 Mark = Callable[[str], None]
 Processor = Callable[[Tensor, "State", TokenTree], Tensor]
@@ -77,7 +77,7 @@ def split_heads(heads: Sequence[Any]) -> tuple[tuple[Corrector, ...], Expander |
     """The correctors of a stack, and its expander or None.
 
     Raises:
-        InvalidInput: an expander that is not the last, or two of them.
+        InvalidInput: an expander that is not the last, or two of them; one kind of trained head twice.
     """
     found = [isinstance(head, Expander) for head in heads]
     names = "+".join(str(getattr(head, "kind", type(head).__name__)) for head in heads)
@@ -85,6 +85,13 @@ def split_heads(heads: Sequence[Any]) -> tuple[tuple[Corrector, ...], Expander |
         raise InvalidInput(f"head {names}: two expanders; each makes the tree that is verified, so keep one")
     if any(found[:-1]):
         raise InvalidInput(f"head {names}: an expander forks what the other heads have chosen, so it comes last")
+    kinds = [head.kind for head in heads if hasattr(head, "config") and hasattr(head, "kind")]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise InvalidInput(
+                f"head {names}: {kind} twice; each was trained to correct scores that it has not corrected yet, so the "
+                "second would repeat the first: keep one"
+            )
     return (tuple(heads[:-1]), heads[-1]) if any(found) else (tuple(heads), None)
 
 
@@ -105,6 +112,7 @@ class Engine:
             backbone's corrector then has ``confidence(block, previous [B, S]) -> [B, S]``.
         trim: verify only the slots that some row proposes: rows saved on a CPU, for one host read a round. Without it a
             round reads nothing and keeps its shapes.
+        kernels: ``"torch"``, or ``"triton"`` for fused kernels where there are any (``repairzoo.kernels``).
     """
 
     target: Target
@@ -118,6 +126,7 @@ class Engine:
     processor: Processor | None = None
     confidence: float = 0.0
     trim: bool = False
+    kernels: str = "torch"
 
     def __post_init__(self) -> None:
         if self.confidence and self.nodes is not None:
@@ -232,11 +241,15 @@ def propose(engine: Engine, block: DraftBlock, seed: Tensor) -> tuple[TokenTree,
         the tree, the law ``q [B, S, V]`` that a sampled chain was drawn from (else None), and ``repaired [B, M-1]``.
     """
     native = [block.native] if block.native is not None else []
-    pool = make_pool(block.logits, engine.pool) if engine.pool is not None else None
+    pool = _pool(engine, block)
     heads, expander = split_heads(engine.heads)
     if engine.nodes is not None:
         tree = best_first(block, [*native, *heads], pool, engine.nodes)
         return tree, None, torch.zeros_like(tree.valid[:, 1:])
+    if pool is not None and not engine.confidence and fused_walk(engine, block.native) is not None:
+        base = base_scores(block, pool)
+        rank, _ = heads[0].chain(block, pool, base)  # type: ignore[attr-defined]
+        return chain(block.anchor_ids, pool.ids.gather(-1, rank[..., None])[..., 0]), None, rank != base.argmax(-1)
     u = None
     if engine.sampled:
         slots = torch.arange(block.slots, device=seed.device)
@@ -257,6 +270,24 @@ def propose(engine: Engine, block: DraftBlock, seed: Tensor) -> tuple[TokenTree,
         return chain(block.anchor_ids, tokens, keep), q, repaired
     tree = expander.expand(block, stack, pool, tokens, seen["scores"], keep=keep, peek=engine.trim)
     return tree, None, torch.nn.functional.pad(repaired, (0, tree.size - 1 - block.slots))
+
+
+def _pool(engine: Engine, block: DraftBlock) -> Pool | None:
+    if engine.pool is None:
+        return None
+    if engine.kernels == "triton":
+        from repairzoo.kernels.pool import pool
+
+        return pool(block.logits, engine.pool)
+    return make_pool(block.logits, engine.pool)
+
+
+def fused_walk(engine: Engine, native: Corrector | None) -> str | None:
+    """The head whose whole greedy chain is one kernel, or None: it must be the only one that corrects."""
+    alone = native is None and len(engine.heads) == 1 and engine.nodes is None and not engine.sampled
+    if engine.kernels == "triton" and alone and hasattr(engine.heads[0], "chain"):
+        return str(getattr(engine.heads[0], "kind", type(engine.heads[0]).__name__.lower()))
+    return None
 
 
 def confidences(block: DraftBlock, previous: Tensor) -> Tensor:
@@ -342,14 +373,9 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
         logits = engine.processor(logits, state, tree)
     mark("verify")
 
-    accepted = _accept(engine, state, tree, q, logits, position)
-    mark("accept")
-
-    emitted = tree.tokens.gather(1, accepted.path)  # [B, D+1], the anchor first
+    accepted, emitted, count, stopped = _commit(engine, state, tree, q, logits, position)
     order = torch.arange(emitted.shape[1], device=position.device)
-    shifted = torch.cat([emitted[:, 1:], emitted[:, -1:]], 1)
-    emitted = torch.where(order == accepted.count[:, None], accepted.bonus[:, None], shifted)
-    count, stopped = _truncate(emitted, accepted.count + 1, state, engine.eos)
+    mark("accept")
 
     if engine.nodes is not None or engine.expander is not None:
         state.kv.compact(entries.gather(1, accepted.path), position[:, None] + order)
@@ -367,6 +393,18 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
     return RoundOutput(emitted, count, accepted.count, drafted, repaired, branches, added, path, stopped)
 
 
+def _commit(
+    engine: Engine, state: State, tree: TokenTree, q: Tensor | None, logits: Tensor, position: Tensor
+) -> tuple[Acceptance, Tensor, Tensor, Tensor]:
+    """What the target accepts, and what is committed of it; see ``settle``."""
+    room = (state.length, state.limit, state.done, engine.eos)
+    if q is None and engine.kernels == "triton":
+        from repairzoo.kernels.accept import accept
+
+        return accept(choose(engine.law, logits, state.seed, position[:, None] + tree.depths + 1), tree, *room)
+    return settle(_accept(engine, state, tree, q, logits, position), tree, *room)
+
+
 def _accept(
     engine: Engine, state: State, tree: TokenTree, q: Tensor | None, logits: Tensor, position: Tensor
 ) -> Acceptance:
@@ -378,13 +416,26 @@ def _accept(
     return ratio(engine.law.probs(logits), q, tree.tokens[:, 1:], tree.valid[:, 1:], u_accept, u_residual)
 
 
-def _truncate(emitted: Tensor, count: Tensor, state: State, eos: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens that really count: up to the first end-of-text, at most the budget, none where a row was done."""
+def settle(
+    accepted: Acceptance, tree: TokenTree, length: Tensor, limit: Tensor, done: Tensor, eos: Tensor
+) -> tuple[Acceptance, Tensor, Tensor, Tensor]:
+    """What really is committed: up to the first end-of-text, at most the budget, nothing where a row was done.
+
+    Args:
+        length, limit, done: ``[B]``, see ``State``. eos: ``[E]`` int64.
+
+    Returns:
+        ``accepted``; emitted ``[B, D+1]`` int64, the accepted tokens, then the bonus; count ``[B]`` int64 and stopped
+        ``[B]`` bool, see ``RoundOutput``.
+    """
+    emitted = tree.tokens.gather(1, accepted.path)  # [B, D+1], the anchor first
     order = torch.arange(emitted.shape[1], device=emitted.device)
-    count = torch.minimum(count, (state.limit - state.length).clamp_min(0)) * ~state.done
+    shifted = torch.cat([emitted[:, 1:], emitted[:, -1:]], 1)
+    emitted = torch.where(order == accepted.count[:, None], accepted.bonus[:, None], shifted)
+    count = torch.minimum(accepted.count + 1, (limit - length).clamp_min(0)) * ~done
     ends = _ends(emitted, eos) & (order < count[:, None])  # [B, D+1]
     stopped = ends.any(1)
-    return torch.where(stopped, ends.to(torch.uint8).argmax(1) + 1, count), stopped
+    return accepted, emitted, torch.where(stopped, ends.to(torch.uint8).argmax(1) + 1, count), stopped
 
 
 def _ends(tokens: Tensor, eos: Tensor) -> Tensor:

@@ -180,10 +180,10 @@ class _Products:
     state: tuple[tuple[int, int], ...] = ()
 
 
-def _join(modules: Sequence[nn.Module], pack: bool, int8: bool) -> Linear | Int8Linear:
+def _join(modules: Sequence[nn.Module], pack: bool, int8: bool, one: bool = False) -> Linear | Int8Linear:
     linears = [m for m in modules if isinstance(m, nn.Linear)]
     weights, biases = [m.weight for m in linears], [m.bias for m in linears]
-    return Int8Linear(weights, biases) if int8 else Linear(weights, biases, pack=pack)
+    return Int8Linear(weights, biases) if int8 else Linear(weights, biases, pack=pack, join=one)
 
 
 class Trunk(nn.Module):
@@ -389,7 +389,8 @@ class Trunk(nn.Module):
             for layer in self._layers()
         ]
         pairs = [m for layer in self._layers() for m in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-        return _Products(_join([self.fc], pack, int8), _join(pairs, pack, int8), layers)
+        # one product for the context's keys and values of all layers, also where nothing is packed: kept, not remade
+        return _Products(_join([self.fc], pack, int8), _join(pairs, pack, int8, one=pack), layers)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_packed": None}  # packed copies can be neither copied nor pickled

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -371,7 +371,7 @@ class Arena:
     def engine(self, rows: int, filters: Sequence[bool]) -> Engine:
         """The engine that reads its law and its end-of-text ids from the buffers."""
         law = self.law.only(filters).leading(rows)
-        return replace(self.base, law=law, eos=self.eos, sampled=self.owner.sampled)
+        return replace(self.base, law=law, eos=self.eos, sampled=self.owner.sampled, trim=False)
 
     def grow(self, engine: Engine, rows: int, positions: int) -> None:
         """Larger buffers with the same contents; rounds are captured anew. One tensor at a time."""
@@ -525,8 +525,8 @@ class Backend(Protocol):
         ...
 
 
-class _LastOperation(TorchDispatchMode):
-    """Remembers what is being computed."""
+class _Watch(TorchDispatchMode):
+    """Remembers the operation that runs."""
 
     name = "before the first operation"
 
@@ -536,11 +536,10 @@ class _LastOperation(TorchDispatchMode):
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def _naming(watch: _Watch, what: str) -> Iterator[None]:
     """Turn any failure into ``CaptureFailed`` with the operation and the line of this package that called it."""
-    operation = _LastOperation()
     try:
-        with operation:
+        with watch:
             yield
     except Exception as error:
         parts = ("/repairzoo/", "/heads/", "/backbones/")
@@ -548,46 +547,120 @@ def _naming(what: str) -> Iterator[None]:
         frames = [f for f in frames if not f.filename.endswith("/graph.py")]
         where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
         raise CaptureFailed(
-            f"the round cannot be captured for {what}: {operation.name}{where} needs a value on the host or cannot run "
+            f"the round cannot be captured for {what}: {watch.name}{where} needs a value on the host or cannot run "
             f"in a graph: {error}. Make the part that calls it a pure tensor function, or build with cuda_graphs=False"
         ) from error
 
 
-class Recorder:
-    """Captures by tracing on tensors that have shapes and no values, and replays the trace; for a CPU.
+class _Slot(NamedTuple):
+    """A tensor of the recorded round, by number."""
 
-    A look at a value cannot even be recorded. Weights must not be packed (``pack=False``): packed ones are opaque to
-    the tracer.
+    number: int
+
+
+_HOST = {
+    f"aten.{name}"
+    for name in (
+        "_local_scalar_dense.default", "nonzero.default", "masked_select.default", "equal.default", "_unique2.default",
+        "lift_fresh.default",
+    )
+}  # fmt: skip
+
+
+def _indices(func: Any, args: Any) -> list[Any]:
+    """What an indexing operation indexes by; a mask there is a hidden ``nonzero``."""
+    return list(args[1]) if str(func).startswith(("aten.index.", "aten.index_put")) else []
+
+
+class _Tape(_Watch):
+    """Writes down every operation on tensors without values, so that it can be done again on others."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, Any, Any, list[tuple[int, int | None]]]] = []
+        self.kept = list(inputs)  # alive, so that no other tensor gets the identity of one
+        self.slots = {id(x): at for at, x in enumerate(self.kept)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.name = str(func)
+        if self.name in _HOST or any(getattr(x, "dtype", None) is torch.bool for x in _indices(func, args)):
+            raise RuntimeError("values move between host and device, or decide about a shape")
+        out = func(*args, **(kwargs or {}))
+        written = []
+        for at, item in enumerate(out) if isinstance(out, (tuple, list)) else [(None, out)]:
+            if isinstance(item, Tensor):
+                written.append((self._slot(item), at))
+        if written:
+            self.steps.append((func, self._numbers(args), self._numbers(kwargs or {}), written))
+        return out
+
+    def _slot(self, tensor: Tensor) -> int:
+        if id(tensor) not in self.slots:
+            self.slots[id(tensor)] = len(self.kept)
+            self.kept.append(tensor)
+        return self.slots[id(tensor)]
+
+    def _numbers(self, value: Any) -> Any:
+        """Recorded tensors become slots; all others, the weights, stay what they are."""
+        if isinstance(value, Tensor):
+            return _Slot(self.slots[id(value)]) if id(value) in self.slots else value
+        if isinstance(value, dict):
+            return {key: self._numbers(item) for key, item in value.items()}
+        return type(value)(map(self._numbers, value)) if type(value) in (list, tuple) else value
+
+    def player(self, result: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
+        """What does it again on the tensors given, in place; it keeps no tensor of the recording."""
+        steps, last, count = self.steps, self.slots[id(result)], len(self.kept)
+
+        def fill(value: Any, found: list[Tensor]) -> Any:
+            if type(value) is _Slot:
+                return found[value.number]
+            if type(value) is dict:
+                return {key: fill(item, found) for key, item in value.items()}
+            return type(value)([fill(item, found) for item in value]) if type(value) in (list, tuple) else value
+
+        def play(tensors: Sequence[Tensor]) -> Tensor:
+            found: list[Any] = [*tensors, *[None] * (count - len(tensors))]
+            for func, args, kwargs, written in steps:
+                out = func(*fill(args, found), **fill(kwargs, found))
+                for slot, at in written:
+                    found[slot] = out if at is None else out[at]
+            return found[last]
+
+        return play
+
+
+class Recorder:
+    """Captures by writing down what the round does, and replays it; for a CPU.
+
+    Weights must not be packed (``pack=False``) where ``blank``: packed ones are opaque.
+
+    Args:
+        blank: record on tensors that have shapes and no values, so that no look at one can even be recorded (slow);
+            otherwise on the buffers themselves, which disturbs them as much as a warm-up does.
     """
+
+    def __init__(self, blank: bool = True) -> None:
+        self.blank = blank
 
     def new_pool(self) -> None:
         return None
 
     def capture(self, make: Make, static: list[Tensor], pool: None, what: str) -> tuple[Callable[[], None], Tensor]:
-        graph = self.trace(make, static, what)
-        packed = torch.empty(0, dtype=torch.int64)
-
-        def replay() -> None:
-            result = graph(*static)
-            if packed.shape != result.shape:
-                packed.resize_(result.shape)
-            packed.copy_(result)
-
-        return replay, packed
-
-    def trace(self, make: Make, static: list[Tensor], what: str) -> Any:
-        """The traced round: an ``fx.GraphModule`` of the tensors ``static``."""
         from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        def function(*tensors: Tensor) -> Tensor:
-            with _naming(what):
-                return make(tensors)
 
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=None)
-        blank = [mode.from_tensor(t) for t in static]
-        with mode:
-            return make_fx(function, _allow_non_fake_inputs=True)(*blank)
+        tensors = [mode.from_tensor(x) for x in static] if self.blank else static
+        tape = _Tape(tensors)
+        with mode if self.blank else nullcontext(), _naming(tape, what):
+            result = make(tensors)
+        play, packed = tape.player(result), torch.zeros(result.shape, dtype=torch.int64)
+
+        @torch.no_grad()
+        def replay() -> None:
+            packed.copy_(play(static))
+
+        return replay, packed
 
 
 class CudaGraphs:
@@ -604,7 +677,7 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             self.stream = self.stream or torch.cuda.Stream()
             current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-            with _naming(what):
+            with _naming(_Watch(), what):
                 self.stream.wait_stream(current)
                 with torch.cuda.stream(self.stream):
                     for _ in range(_WARM_UPS):

@@ -33,29 +33,43 @@ class Linear:
         weights: one or more ``[out_i, in]`` matrices; never modified.
         biases: as many ``[out_i]`` vectors or None.
         pack: keep a packed copy where that pays (more memory, less time); False uses the given tensors as they are.
+        join: where they are not packed, keep one matrix of them all: one product instead of many small ones (a GPU).
     """
 
     __slots__ = ("weights", "biases", "sizes", "packed", "bias")
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, *, pack: bool = True):
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] | None = None,
+        *,
+        pack: bool = True,
+        join: bool = False,
+    ):
         self.weights = weights
         self.biases = biases or [None] * len(weights)
         self.sizes = [w.shape[0] for w in weights]
         self.packed: Tensor | None = None
         self.bias: Tensor | None = None
-        if pack and all(packable(w) for w in weights):
+        packs = pack and all(packable(w) for w in weights)
+        if packs or (join and len(weights) > 1):
             with torch.no_grad():
                 joined = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
-                self.packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), _ROWS_HINT)
                 if any(b is not None for b in self.biases):
                     self.bias = torch.cat(
                         [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, self.biases, strict=True)]
                     ).detach()
+                if packs:
+                    self.packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), _ROWS_HINT)
+                else:
+                    self.weights, self.biases = [joined], [self.bias]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """``x [..., in]`` -> one ``[..., out_i]`` for each matrix."""
         if self.packed is None:
-            return tuple(F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True))
+            if len(self.weights) == len(self.sizes):
+                return tuple(F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True))
+            return F.linear(x, self.weights[0], self.biases[0]).split(self.sizes, dim=-1)
         y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return (y,) if len(self.sizes) == 1 else y.split(self.sizes, dim=-1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from repairzoo.block import Corrector
 from repairzoo.capacity import Plan, plan
-from repairzoo.decode import Engine, refuse_beside_expander, split_heads
+from repairzoo.decode import Engine, fused_walk, refuse_beside_expander, split_heads
 from repairzoo.errors import IncompatibleArtifact, InvalidInput, UnsupportedTarget
 from repairzoo.generation import (
     Request,
@@ -25,6 +25,7 @@ from repairzoo.generation import (
 )
 from repairzoo.graph import CudaGraphs, Graphs
 from repairzoo.inputs import prompt_ids
+from repairzoo.kernels import check as check_kernels
 from repairzoo.linear import int8_available
 from repairzoo.results import Generation
 from repairzoo.target import Target
@@ -41,6 +42,7 @@ class Zoo:
         nodes: budget of a best-first tree, or None for a chain.
         proposal: ``"argmax"`` (deterministic, target-first) or ``"sampled"`` (p/q rule above temperature 0).
         graphs: captured rounds and their buffers, kept between runs, or None where every operation runs by itself.
+        kernels: ``"torch"`` or ``"triton"``.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Zoo:
         nodes: int | None = None,
         proposal: str = "argmax",
         graphs: Graphs | None = None,
+        kernels: str = "torch",
     ) -> None:
         if proposal not in ("argmax", "sampled"):
             raise InvalidInput(f"proposal={proposal!r}: give 'argmax' or 'sampled'")
@@ -66,6 +69,7 @@ class Zoo:
         if self.expander is not None:
             refuse_beside_expander(nodes, proposal == "sampled")
             self.expander.budget(backbone.slots)  # refuses here what would not fit
+            getattr(self.expander, "check", _nothing)(backbone)
         self.target, self.backbone, self.heads = target, backbone, heads
         pool, vocabulary = _pool_size(heads), target.output_weight.shape[0]
         if pool is not None and pool > vocabulary:
@@ -73,6 +77,7 @@ class Zoo:
                 f"a head asks for {pool} candidates a slot, the vocabulary has {vocabulary} tokens"
             )
         self.nodes, self.proposal, self.graphs = nodes, proposal, graphs
+        self.kernels = check_kernels(kernels, target.device, target.dtype)
         if graphs is not None:
             graphs.sampled = proposal == "sampled"
         self.last: Generation | None = None
@@ -127,7 +132,11 @@ class Zoo:
         return custom_generate(self, model, input_ids, **kwargs)
 
     def engine(self, request: Request) -> Engine:
-        """The fixed part of a run."""
+        """The fixed part of a run; before the first, an expander may measure what it goes by."""
+        fit = getattr(self.expander, "fit", None)
+        if fit is not None:
+            self.expander = fit(self.target, self.backbone)
+            self.heads = (*self.heads[:-1], self.expander)
         confidence = getattr(self.backbone, "confidence_threshold", 0.0)
         return Engine(
             target=self.target,
@@ -141,7 +150,17 @@ class Zoo:
             processor=hugging_face_processor(request) if request.processors else None,
             confidence=confidence,
             trim=(confidence > 0 or self.expander is not None) and self.target.device.type == "cpu",
+            kernels=self.kernels,
         )
+
+    @property
+    def fused(self) -> dict[str, str]:
+        """Which version of each part that has a kernel runs for greedy drafts: ``"triton"`` or ``"torch"``."""
+        engine = self.engine(make_request(self.target, [[0]]))
+        native = getattr(self.backbone, "corrector", lambda: None)()
+        walk = "triton" if engine.pool and not engine.confidence and fused_walk(engine, native) else "torch"
+        pool = self.kernels if engine.pool else "torch"
+        return {"accept": self.kernels, "pool": pool, "walk": walk}
 
     def memory(self, rows: int = 1, positions: int = 2048, **options: Any) -> Plan:
         """What a run holds beside the weights, in bytes; nothing is allocated.
@@ -165,6 +184,10 @@ class Zoo:
 
     def _run(self, request: Request) -> Iterator[Any]:
         return speculate(self.engine(request), request, self.graphs)
+
+
+def _nothing(backbone: Any) -> None:
+    return None
 
 
 def _pool_size(heads: tuple[Any, ...]) -> int | None:
@@ -221,6 +244,7 @@ def build(
     proposal: str = "argmax",
     draft_int8: bool | None = None,
     cuda_graphs: bool | str = "auto",
+    kernels: str = "torch",
 ) -> Zoo:
     """Put a target, a backbone and heads together.
 
@@ -242,6 +266,8 @@ def build(
             from (a row's law would depend on the rows beside it).
         cuda_graphs: capture whole rounds into CUDA graphs. ``"auto"``: on a GPU, except for requests with logits
             processors, which run on the host; True: those are refused; False: every operation by itself.
+        kernels: ``"triton"`` runs fused kernels for accepting, for the pool, and for a walk of LiLiCorr or DRelay alone
+            (``Zoo.fused`` tells which apply); refused where they cannot run. ``"torch"``: none.
 
     Raises:
         UnknownName, InvalidArtifact, IncompatibleArtifact, UnsupportedTarget, InvalidInput.
@@ -287,7 +313,7 @@ def build(
     heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
     assert nodes is None or isinstance(nodes, int)
-    return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device))
+    return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device), kernels)
 
 
 def _graphs(asked: bool | str, device: torch.device) -> Graphs | None:

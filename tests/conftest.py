@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
 
 from repairzoo.block import HISTORY, DraftBlock
 from repairzoo.target import Target

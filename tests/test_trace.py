@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from conftest import Bigram, causal_lm, dflash, heads_for, knowing, prompts
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from round_toys import BACKBONES, HEADS, backbone_for, head_for
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import repairzoo
 from repairzoo import decode
+from repairzoo.capacity import leaves
+from repairzoo.graph import _Tape, pack
+from repairzoo.row_law import RowLaw
 from repairzoo.sampling import Law
 from repairzoo.target import KVCache, Target
 
@@ -155,3 +167,127 @@ def test_control_a_look_at_values_fails_the_trace(peek):
     state = decode.start(engine, prompts(1, [5, 2]), [20, 20], [1, 2], capacity=40)
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         without_values(engine, state)
+
+
+# --- every backbone with every head -----------------------------------------------------------------------------------
+FILTERED = (True, True, True)
+
+
+@cache
+def small(dtype: torch.dtype = torch.float32) -> Target:
+    return Target(causal_lm(seed=4, num_hidden_layers=1, dtype=dtype), None, name="toy", pack=False)
+
+
+def static_engine(zoo: Any, rows: int, sampled: bool) -> decode.Engine:
+    """The engine of a captured round: its law and its end-of-text ids are tensors."""
+    target = zoo.target
+    law = RowLaw.empty(rows, target.vocab_size, torch.float32, target.device).only(FILTERED)
+    eos = torch.full((8,), -1, dtype=torch.int64, device=target.device)
+    sizes = [size for size in (getattr(head, "pool_size", None) for head in zoo.heads) if size is not None]
+    pool = max(sizes, default=None)
+    return decode.Engine(target, zoo.backbone, zoo.heads, law, eos, zoo.nodes, sampled, pool)
+
+
+def options_for(head: str) -> list[dict[str, Any]]:
+    """A chain; drawn and verified by ratio; a tree. An expander makes its own."""
+    return [{}] if "cure" in head else [{"proposal": "sampled"}, {"tree": 4}]
+
+
+class OnlyDevice(TorchDispatchMode):
+    """Notes operations that touch the host's memory; numbers that ride along with a launch may come from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: list[str] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        copies = "copy" in str(func)
+        here = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor) and x.device.type != "cuda"]
+        self.host += [str(func) for x in here if copies or x.dim() > 0]
+        self.count += 1
+        return out
+
+
+def move_to_blank_gpu(module: torch.nn.Module, mode: FakeTensorMode) -> None:
+    """Replace every weight by one on a GPU that has a shape and no values; there need be no GPU."""
+    for part in module.modules():
+        for store in (part._parameters, part._buffers):
+            for name, tensor in store.items():
+                if tensor is not None:
+                    with mode:
+                        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+                    store[name] = torch.nn.Parameter(blank, False) if store is part._parameters else blank
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_every_pair_stays_on_the_gpu(kind, head, monkeypatch):
+    """In bfloat16 on a GPU without values: no host read, no shape that depends on data, nothing copied from the host,
+    and no branch on an address, since there is none."""
+    mode, target = FakeTensorMode(shape_env=None), small(torch.bfloat16)
+    backbone, heads = backbone_for(kind, target, 2), head_for(head, target)
+    backbone.pack = True
+    model = causal_lm(seed=4, num_hidden_layers=1, dtype=torch.bfloat16)
+    for part in (model, backbone, *(heads if isinstance(heads, list) else [heads])):
+        if isinstance(part, torch.nn.Module):
+            move_to_blank_gpu(part, mode)
+    monkeypatch.setattr("repairzoo.target._prove", lambda target: None)
+    monkeypatch.setattr(FakeTensor, "data_ptr", id, raising=False)  # tables made of weights are kept by address
+    with mode:
+        target = Target(model, None, name="toy")
+        for options in options_for(head):
+            zoo = repairzoo.build(backbone, heads, target, cuda_graphs=False, **options)
+            engine = static_engine(zoo, 2, zoo.proposal == "sampled")
+            state = decode.new_state(engine, 2, 40)
+            decode.round(engine, state, BOUND)  # tables are made
+            with OnlyDevice() as watch:
+                result = pack(decode.round(engine, state, BOUND))
+            assert not watch.host
+            assert watch.count > 100 and result.device.type == "cuda" and result.shape[0] == 2
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_every_pair_does_the_same_whatever_it_finds(kind, head):
+    """Rows that end, rows that go on, laws that are greedy or not, buffers elsewhere: one list of operations."""
+    target = small()
+    backbone, heads = backbone_for(kind, target, 2), head_for(head, target)
+    for options in options_for(head):
+        zoo = repairzoo.build(backbone, heads, target, **options)
+        lists = []
+        for seed, lengths, budgets in ((1, [5, 2], [9, 9]), (2, [3, 11], [1, 20])):
+            engine = static_engine(zoo, 2, zoo.proposal == "sampled")
+            engine.law.set(Law(0.0) if seed == 1 else Law(0.8, 5, 0.9, 0.05), target.vocab_size)
+            engine.eos[:1] = 7
+            state = decode.start(engine, prompts(seed, lengths), budgets, [1, 2], capacity=40)
+            tape = _Tape(list(leaves(state)))
+            with tape:
+                pack(decode.round(engine, state, BOUND))
+            lists.append([(str(func), at) for func, _, _, at in tape.steps])
+        assert lists[0] == lists[1] and len(lists[0]) > 100
+
+
+def test_scores_laws_and_ratios_are_float32_in_half_precision(monkeypatch):
+    """What is proposed from, accepted by and normalised never has the precision of the weights (DeepSpec#31)."""
+    target = small(torch.bfloat16)
+    zoo = repairzoo.build(backbone_for("domino", target, 2), head_for("dels", target), target, proposal="sampled")
+    seen = {}
+
+    def ratio(p, q, *rest):
+        seen.update(p=p, q=q)
+        return original(p, q, *rest)
+
+    def walk(block, stack, pool, **options):
+        tokens, q, more = walked(block, stack, pool, **options)
+        seen.update(logits=block.logits, drawn_from=q, scores=more["scores"][0])
+        return tokens, q, more
+
+    original, walked = decode.ratio, decode.walk
+    monkeypatch.setattr(decode, "ratio", ratio)
+    monkeypatch.setattr(decode, "walk", walk)
+    zoo.generate(prompts(1, [4]), max_new_tokens=3, temperature=1.0, seed=1)
+    assert target.dtype == torch.bfloat16
+    assert {name: x.dtype for name, x in seen.items()} == dict.fromkeys(seen, torch.float32)
+    assert seen["q"] is seen["drawn_from"]  # the very tensor

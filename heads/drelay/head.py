@@ -188,6 +188,7 @@ class DRelay(LearnedHead):
     def __init__(self, config: DRelayConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = c = config
+        self._gate: tuple[Any, tuple[Tensor, ...]] | None = None
         D, d, dtype = c.hidden_size, c.width, c.torch_dtype
 
         def linear(inner: int, outer: int, bias: bool = False) -> nn.Linear:
@@ -367,6 +368,43 @@ class DRelay(LearnedHead):
             p.gate[:, None, slot], scores,
         )  # fmt: skip
         return torch.where(new == scores, scores, new), carry  # adding 0.0 has turned -0.0 into 0.0
+
+    @torch.no_grad()
+    def chain(self, block: DraftBlock, pool: Pool, base: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole greedy walk in one kernel (Triton): what slot by slot ``step`` gives, in float32 throughout.
+
+        Args:
+            base: ``[B, S, K]`` float32 incoming scores.
+
+        Returns:
+            ranks ``[B, S]`` int64 and scores ``[B, S, K]``.
+        """
+        from repairzoo.kernels.walks import drelay_walk
+
+        p = self.prepare(block, pool)
+        parts = (
+            p.static,
+            p.query,
+            p.last,
+            p.last_anchor,
+            p.entry_token,
+            p.entry_slot,
+            p.entry_anchor,
+            p.through,
+            p.gate,
+        )
+        return drelay_walk(parts, self._gate_weights(), base, self.config.heads)
+
+    def _gate_weights(self) -> tuple[Tensor, ...]:
+        """The gate with the prefix reads' output projection multiplied in; made anew after the weights have changed."""
+        source = (self.gate_in.weight, self.prefix_out.weight, self.gate_out.weight, self.gate_out.bias)
+        state = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in source)
+        if self._gate is None or self._gate[0] != state:
+            d = self.config.width
+            inner, out = self.gate_in.weight.float(), self.prefix_out.weight.float()
+            parts = (inner[:, 2 * d : 3 * d] @ out, inner[:, 3 * d : 4 * d] @ out, inner[:, 4 * d :])
+            self._gate = (state, (*parts, self.gate_out.weight.float()[0], self.gate_out.bias.float()))
+        return self._gate[1]
 
     # ---- teacher forcing
 

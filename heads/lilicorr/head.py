@@ -272,6 +272,22 @@ class LiLiCorr(LearnedHead):
         gamma = gamma[:, None] if isinstance(slot, slice) else gamma
         return scores + gamma * (psi - psi.mean(-1, keepdim=True))
 
+    @torch.no_grad()
+    def chain(self, block: DraftBlock, pool: Pool, base: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole greedy walk in one kernel (Triton): what slot by slot ``step`` gives.
+
+        Args:
+            base: ``[B, S, K]`` float32 incoming scores.
+
+        Returns:
+            ranks ``[B, S]`` int64 and scores ``[B, S, K]``.
+        """
+        from repairzoo.kernels.walks import lilicorr_walk
+
+        start, pair, _, log_probs = self.prepare(block, pool)
+        gamma = self.gamma.float() if self.config.decision == "identity_safe" else None
+        return lilicorr_walk(start, pair, base, log_probs, gamma)
+
     # ---- diagnostics
 
     @torch.no_grad()
