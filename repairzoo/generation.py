@@ -382,15 +382,15 @@ class Session:
         """Wait for a round's result, one transfer, and commit it."""
         taken = False
         for done in launched:
-            row = self.rows[done.index]
+            row = self.rows[done.row]
             if row.reason is not None:
-                row.surplus += done.count
+                row.surplus += done.committed
                 continue
             taken = True
-            used = self.feed(done.index, done.emitted[: done.count], budgets[done.index])
+            used = self.feed(done.row, done.emitted[: done.committed], budgets[done.row])
             path = done.path[: min(used, done.accepted)]  # committed draft nodes, from 1
             row.accepted.append(used)
-            row.surplus += done.count - used
+            row.surplus += done.committed - used
             row.drafted += done.drafted
             row.agreed += done.accepted
             row.repaired += sum(done.repaired)

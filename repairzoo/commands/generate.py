@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from repairzoo.commands.shared import Dtype, Json, Proposal, print_json, reporting
+from repairzoo.errors import InvalidInput
 
 
 def generate(
@@ -37,6 +39,12 @@ def generate(
         ),
     ] = None,
     compare: Annotated[bool, typer.Option(help="Also decode plainly, and compare speed and tokens.")] = False,
+    show_repairs: Annotated[
+        bool, typer.Option("--show-repairs", help="Colour drafted, repaired, rejected and the target's own tokens.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with each round's slots, pools, scores and what was accepted.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt, streaming its text, and say what the decoding did."""
@@ -63,15 +71,25 @@ def generate(
             "min_p": min_p,
             "seed": seed,
         }
+        watched = show_repairs or html is not None
+        if watched and compare:
+            raise InvalidInput("--compare times the rounds, --show-repairs and --html look into them: use one of them")
+        if html is not None and not html.absolute().parent.is_dir():
+            raise InvalidInput(f"--html {html}: there is no folder {html.absolute().parent}")
         if compare:  # the first pass of either loop pays for allocation
             zoo.generate(text, **options, max_new_tokens=min(8, max_new_tokens))
             repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=min(8, max_new_tokens))
-        pieces = []
-        for piece in zoo.stream(text, **options, max_new_tokens=max_new_tokens):
-            pieces.append(piece)
-            if not as_json:
-                print(piece, end="", flush=True)
+        pieces, told = [], []
+        if watched:
+            told = _watch(zoo, text, {**options, "max_new_tokens": max_new_tokens}, show_repairs, html, as_json)
+        else:
+            for piece in zoo.stream(text, **options, max_new_tokens=max_new_tokens):
+                pieces.append(piece)
+                if not as_json:
+                    print(piece, end="", flush=True)
         out = zoo.last
+        assert out is not None
+        pieces = out.text or [] if watched else pieces
         plain = None
         if compare:
             plain = repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=max_new_tokens)
@@ -79,8 +97,33 @@ def generate(
             print_json(_as_dict(zoo, backbone, head, "".join(pieces), out, plain, temperature))
         else:
             print(flush=True)
-            for line in _report(zoo, backbone, head, out, plain, temperature):
-                print(line, file=sys.stderr)
+            for row in [*told, *_report(zoo, backbone, head, out, plain, temperature, timed=not watched)]:
+                print(row, file=sys.stderr)
+
+
+def _watch(zoo: Any, text: str, options: dict[str, Any], show: bool, html: Path | None, quiet: bool) -> list[str]:
+    """Decode round by round, print each as it ends, write the page; gives lines to print beside the answer."""
+    from repairzoo.safe_file import replacing
+    from repairzoo.show import legend, line, page, wants_colour, watch
+
+    colour, rounds = wants_colour(sys.stdout), []
+    for done in watch(zoo, text, **options):
+        rounds.append(done)
+        if not quiet:
+            plain = "".join(p.text for p in done.pieces if p.kind != "rejected")
+            print(line(done, colour) if show else plain, end="", flush=True)
+    told = ["", legend(rounds, colour and wants_colour(sys.stderr))] if show else []
+    if html is not None:
+        stats = zoo.last.stats
+        facts = [
+            f"{zoo.target.name}, {stats.rounds} rounds, {stats.tau:.2f} committed tokens per round",
+            f"{sum(stats.drafted)} tokens proposed, {sum(stats.agreed)} accepted; {sum(stats.repaired)} repaired, "
+            f"{sum(stats.repairs_accepted)} of those accepted",
+        ]
+        with replacing(html) as file:
+            file.write(page(rounds, text, facts).encode())
+        told += ["", f"wrote {html}"]
+    return told
 
 
 def _decode_speed(out: Any) -> float:
@@ -122,7 +165,9 @@ def _as_dict(zoo: Any, backbone: str, head: str, text: str, out: Any, plain: Any
     return result if plain is None else {**result, "compare": _comparison(out, plain, temperature)}
 
 
-def _report(zoo: Any, backbone: str, head: str, out: Any, plain: Any, temperature: float) -> list[str]:
+def _report(
+    zoo: Any, backbone: str, head: str, out: Any, plain: Any, temperature: float, timed: bool = True
+) -> list[str]:
     stats = out.stats
     rows = [
         ("target", f"{zoo.target.name} ({zoo.target.source})"),
@@ -132,7 +177,9 @@ def _report(zoo: Any, backbone: str, head: str, out: Any, plain: Any, temperatur
     ]
     if head != "none":
         rows.append(("repaired", f"{sum(stats.repaired)} slots, {sum(stats.repairs_accepted)} of them committed"))
-    if plain is None:
+    if not timed:
+        rows.append(("speed", "not measured: every round was drafted twice, to be looked at"))
+    elif plain is None:
         rows.append(("speed", f"{_decode_speed(out):.1f} tokens/s"))
     else:
         versus = _comparison(out, plain, temperature)

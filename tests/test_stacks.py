@@ -1,0 +1,139 @@
+"""Heads on every backbone, alone and stacked: lossless, silent while untrained, refused where they mean nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from conftest import dels, dflash, generator, noisy, prompts, toy
+from test_domino import drafts_for as domino
+from test_dspark import drafts_for as dspark
+
+import repairzoo
+from repairzoo.errors import InvalidInput
+from repairzoo.heads.cure import CURE
+from repairzoo.heads.drelay import DRelay, DRelayConfig
+from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig
+
+BACKBONES = ["dflash", "domino", "dspark"]
+WIDE = {"threshold": 1e6, "scale": 1e6, "b_max": 3, "cost": "free"}  # random heads are sure of themselves
+
+
+def backbone(kind: str, seed: int = 0) -> Any:
+    return {
+        "dflash": lambda: dflash(toy(), seed),
+        "domino": lambda: domino(seed),
+        "dspark": lambda: dspark(seed, "rnn"),
+    }[kind]()
+
+
+def shape(slots: int) -> dict[str, Any]:
+    return {
+        "block_size": slots + 1, "hidden_size": 16, "vocab_size": 32, "padded_vocab_size": 32, "target_id": "toy",
+        "dtype": "float64", "width": 8,
+    }  # fmt: skip
+
+
+def new(kind: str, slots: int, seed: int = 0, pool: int = 6) -> Any:
+    """A head as it is before training."""
+    if kind == "dels":
+        head = dels(toy(), seed)
+        with torch.no_grad():
+            head.up.zero_()
+        head.config = dataclasses.replace(head.config, beta=0.0)
+        return head
+    if kind == "drelay":
+        widths = {"heads": 2, "ffn": 8, "residual": 8, "rank": 4, "gate": 8, "pool_size": pool}
+        return DRelay(DRelayConfig(**shape(slots), **widths), generator(seed))
+    widths = {"candidates": pool, "pool_size": pool, "num_heads": 2, "factor_dim": 4, "decision": "identity_safe"}
+    return LiLiCorr(LiLiCorrConfig(**shape(slots), **widths), generator(seed))
+
+
+def trained(kind: str, slots: int, seed: int = 0) -> Any:
+    """A head whose weights are all random, so that it changes choices."""
+    if kind == "dels":
+        head = dels(toy(), seed)
+        head.config = dataclasses.replace(head.config, alpha=5.0)
+        return head
+    head = new(kind, slots, seed)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator(seed), dtype=p.dtype))
+    return head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("head", ["dels", "drelay", "lilicorr", "cure", "dels+drelay+lilicorr+cure"])
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_new_heads_change_nothing(kind, head):
+    """Invariant 6 on every backbone: zero-initialised heads, and CURE without repairs, draft what the backbone drafts,
+    down to the counters. A pool is of the backbone's own logits; one that leaves out what the causal part of Domino or
+    DSpark chose could not keep it, so here it leaves out nothing on them."""
+    rows = prompts(1, [4, 2])
+    outs = []
+    for part in (None, head):
+        drafter = backbone(kind)
+        names, size = part.split("+") if part else [], 6 if kind == "dflash" else 32
+        heads = [CURE(repairs=0) if n == "cure" else new(n, drafter.slots, pool=size) for n in names]
+        outs.append(repairzoo.build(drafter, heads, toy()).generate(rows, max_new_tokens=12).stats.as_dict())
+    plain, ours = ({k: v for k, v in out.items() if k != "seconds"} for out in outs)
+    assert ours == plain and ours["repaired"] == [0, 0]
+
+
+@pytest.mark.parametrize("stack", ["dels+cure", "drelay+cure", "lilicorr+cure", "dels+drelay+cure", "drelay+lilicorr"])
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_stacks_are_lossless(kind, stack):
+    """Greedy output at temperature 0, the baseline's very draws above, on every backbone."""
+    drafter = backbone(kind, 1)
+    rows = prompts(2, [5, 3])
+    parts = stack.split("+")
+    heads = [CURE(repairs=2, **WIDE) if n == "cure" else trained(n, drafter.slots, i) for i, n in enumerate(parts)]
+    zoo = repairzoo.build(drafter, heads, toy())
+    for temperature in (0.0, 0.9):
+        run = {"max_new_tokens": 9, "temperature": temperature, "seed": 5}
+        out = zoo.generate(rows, **run)
+        assert out.token_ids == repairzoo.autoregressive(toy(), rows, **run).token_ids
+        assert sum(out.stats.repaired) > 0
+        if parts[-1] == "cure":
+            assert sum(out.stats.branches) > 0
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_a_tree_from_any_stack_is_lossless(kind):
+    drafter = backbone(kind, 1)
+    rows = prompts(2, [5, 3])
+    heads = [trained("drelay", drafter.slots), trained("lilicorr", drafter.slots, 1)]
+    run = {"max_new_tokens": 9}
+    want = repairzoo.autoregressive(toy(), rows, **run).token_ids
+    assert repairzoo.build(drafter, heads, toy(), tree=7).generate(rows, **run).token_ids == want
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("cure+drelay", "an expander .* comes last"),
+        ("cure+cure", "two expanders"),
+        ("drelay+drelay", "drelay twice; each was trained to correct scores that it has not corrected yet"),
+        ("dels+cure+dels", "comes last"),
+        ("dels+lilicorr+dels", "dels twice"),
+    ],
+)
+def test_stacks_without_a_meaning_are_refused_with_the_reason(names, words):
+    drafter = backbone("dflash")
+    heads = [CURE() if n == "cure" else new(n, drafter.slots) for n in names.split("+")]
+    with pytest.raises(InvalidInput, match=words):
+        repairzoo.build(drafter, heads, toy())
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("none+dels", "'none' is the absence of a head and does not stack"),
+        ("dels+", "must not be empty"),
+        ("cure+dels", None),
+    ],
+)
+def test_names_that_do_not_stack_are_refused(head, words):
+    with pytest.raises((InvalidInput, repairzoo.RepairZooError), match=words):
+        repairzoo.build(noisy(0, 3), head, toy())
