@@ -1,4 +1,4 @@
-"""``repairzoo info``: everything that is known about one name."""
+"""``repairzoo info``: everything that is known about one name, and what a round of a pair costs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,24 @@ import typer
 from repairzoo.commands.shared import Json, print_json, reporting
 from repairzoo.registry import KINDS, info
 
+_STAGES = {"draft": "draft", "head": "heads", "verify": "verification", "step": "(a plain step)"}
 
-def show_info(name: Annotated[str, typer.Argument(help="A target, backbone or head.")], as_json: Json = False) -> None:
-    """Everything that is known about one name, and what it was trained with."""
+
+def show_info(
+    name: Annotated[str, typer.Argument(help="A target, backbone or head; or BACKBONE/HEAD for what a round costs.")],
+    target: Annotated[
+        str | None, typer.Option(help="With BACKBONE/HEAD: the target.", show_default="smollm2-135m")
+    ] = None,
+    context: Annotated[int, typer.Option(help="With BACKBONE/HEAD: committed positions before the block.")] = 256,
+    batch: Annotated[int, typer.Option(help="With BACKBONE/HEAD: rows decoded at once.")] = 1,
+    measure: Annotated[bool, typer.Option("--measure", help="With BACKBONE/HEAD: also time a short run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Everything that is known about one name, and what it was trained with; or the costs of a round of a pair."""
     with reporting(as_json):
+        if "/" in name:
+            _show_costs(name, target, context, batch, measure, as_json)
+            return
         facts = info(name)
         if as_json:
             print_json(facts)
@@ -27,6 +41,43 @@ def show_info(name: Annotated[str, typer.Argument(help="A target, backbone or he
             for key, value in pair.items():
                 if key not in KINDS:
                     print(f"  {key.ljust(width)}  {_inline(value)}")
+
+
+def _show_costs(name: str, target: str | None, context: int, batch: int, measure: bool, as_json: bool) -> None:
+    backbone, _, head = name.rpartition("/")
+    from repairzoo.costs import costs, measured
+    from repairzoo.zoo import build
+
+    zoo = build(backbone, head, target)
+    table = costs(zoo, context=context, batch=batch)
+    if measure:
+        prompt: Any = "Explain why the sky is blue." if zoo.target.tokenizer is not None else [[1, 2, 3]]
+        table = measured(zoo, table, prompt)
+    if as_json:
+        where = {"target": zoo.target.name, "dtype": str(zoo.target.dtype).removeprefix("torch."), "context": context}
+        print_json({"backbone": backbone, "head": head, **where, "batch": batch, "parts": [c.as_dict() for c in table]})
+        return
+    print(f"{backbone} x {head} on {zoo.target.name}, {context} positions of context, {batch} row(s), a round:\n")
+    heads = ["part", "parameters", "bytes", "operations", "bytes moved"] + (["milliseconds"] if measure else [])
+    lines = [heads]
+    for cost in table:
+        cells = [_STAGES[cost.part], *map(_short, (cost.parameters, cost.bytes, cost.operations, cost.moved))]
+        if measure:
+            cells.append("" if cost.seconds is None else f"{1000 * cost.seconds:.1f}")
+        lines.append(cells)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    for line in lines:
+        first, *rest = (
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join([first, *rest]))
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return str(int(value))
 
 
 def _inline(value: Any) -> str:
