@@ -9,6 +9,8 @@ import typer
 
 from repairzoo.commands.autotune import autotune
 from repairzoo.commands.bench import bench
+from repairzoo.commands.convert import convert
+from repairzoo.commands.doctor import doctor
 from repairzoo.commands.generate import generate
 from repairzoo.commands.info import show_info
 from repairzoo.commands.list import list_names
@@ -36,6 +38,9 @@ app.command()(pull)
 app.command()(bench)
 app.command()(report)
 app.command()(autotune)
+
+app.command()(convert)
+app.command()(doctor)
 
 
 def main() -> None:
