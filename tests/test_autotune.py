@@ -45,6 +45,8 @@ def test_every_candidate_is_predicted_and_the_best_is_measured(found, folder):
     assert {f"{folder}+cure", f"{folder}@tree4@block3", f"{folder}+cure@block2"} <= set(names)
     assert found.chosen.predicted == max(c.predicted for c in found.candidates)
     assert found.measured > 0 and found.plain > 0
+    ratios = found.measured / found.plain_again, found.chosen.predicted / found.plain
+    assert found.error == pytest.approx(ratios[0] / ratios[1] - 1)
 
 
 def test_predicted_tau_is_the_one_that_decoding_has(found, target, folder):

@@ -58,7 +58,8 @@ class Calibration:
         place: what it is valid for: target, number format, device, threads.
         curve: cost of a verify pass by rows. rest: seconds of a round beside drafts, heads and that pass, for chains
             and for trees. overhead: seconds of a round beside that pass, of the chosen one's family (for CURE).
-        plain: tokens per second of plain decoding. measured: of the chosen one.
+        plain: tokens per second of plain decoding when the parts were measured. measured, plain_again: of the chosen
+            one and of plain decoding, interleaved, when it was checked.
     """
 
     place: dict[str, Any]
@@ -66,10 +67,17 @@ class Calibration:
     rest: dict[str, float]
     overhead: float
     plain: float
+    plain_again: float
     candidates: list[Candidate]
     chosen: Candidate
     measured: float
     prompts: dict[str, Any]
+
+    @property
+    def error(self) -> float:
+        """How much faster the chosen one was than predicted, as a share; against plain decoding at either time, so that
+        a machine that is busier then than now does not count."""
+        return self.measured / self.plain_again / (self.chosen.predicted / self.plain) - 1
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -80,6 +88,7 @@ class Calibration:
             "rest": self.rest,
             "overhead": self.overhead,
             "plain": self.plain,
+            "plain_again": self.plain_again,
             "candidates": [{"cell": c.spec.name, "tau": c.tau, "predicted": c.predicted} for c in self.candidates],
             "chosen": self.chosen.spec.name,
             "measured": self.measured,
@@ -101,6 +110,7 @@ class Calibration:
                 rest={str(k): float(v) for k, v in given["rest"].items()},
                 overhead=float(given["overhead"]),
                 plain=float(given["plain"]),
+                plain_again=float(given["plain_again"]),
                 candidates=candidates,
                 chosen=next(c for c in candidates if c.spec.name == given["chosen"]),
                 measured=float(given["measured"]),
@@ -205,7 +215,8 @@ def autotune(
     try:
         cell = zoo_cell(best.spec.name, zoo)
         cell.run(ids[:1], {**options, "max_new_tokens": min(8, max_new_tokens)})
-        measured = _speed([cell.run([row], options) for row in ids])
+        pairs = [(cell.run([row], options), plain.run([row], options)) for row in ids]
+        measured, plain_again = (_speed(runs) for runs in zip(*pairs, strict=True))
     finally:
         if trained is not None:
             zoo.backbone.block_size = trained
@@ -217,6 +228,7 @@ def autotune(
         rest=rest,
         overhead=overhead,
         plain=plain_speed,
+        plain_again=plain_again,
         candidates=[c for c, _, _ in scored],
         chosen=best,
         measured=measured,

@@ -68,9 +68,10 @@ def autotune(
         print(f"{'cell':32} {'τ':>5} {'predicted':>10} tokens/s")
         for candidate in best:
             print(f"{candidate.spec.name:32} {candidate.tau:5.2f} {candidate.predicted:10.1f}")
+        ratios = found.chosen.predicted / found.plain, found.measured / found.plain_again
         print(
-            f"\nchosen {found.chosen.spec.name}: predicted {found.chosen.predicted:.1f}, measured {found.measured:.1f} "
-            f"tokens/s ({100 * (found.measured / found.chosen.predicted - 1):+.1f} %)"
+            f"\nchosen {found.chosen.spec.name}: predicted {ratios[0]:.2f} times plain decoding, measured "
+            f"{ratios[1]:.2f} ({100 * found.error:+.1f} %)"
         )
         print(f'kept in {place}; build(..., tune="auto") uses it')
 
