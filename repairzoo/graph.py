@@ -66,10 +66,10 @@ class Launched:
 
 
 class Row(NamedTuple):
-    """What a round did to one row; see ``RoundOutput``."""
+    """What a round did to one row of the request; see ``RoundOutput``."""
 
-    index: int
-    count: int
+    row: int
+    committed: int
     accepted: int
     drafted: int
     added: int
@@ -440,7 +440,7 @@ class Arena:
             replay, packed = self.backend.capture(make, list(leaves(static)), self.pool, str(key))
         finally:
             state.done.copy_(done)
-        return Graph(replay, packed, *shape)
+        return Graph(replay, packed, shape[0], shape[1])
 
 
 def _weights(engine: Engine) -> tuple[tuple[int, int], ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .block import Corrector, DraftBlock, Pool
 from .errors import InvalidInput
+from .row_law import RowLaw
 from .sampling import Law, at_least_float32, draw
 from .tree import TokenTree, from_candidates
 
@@ -19,7 +20,7 @@ def walk(
     correctors: Sequence[Corrector] | Stack,
     pool: Pool | None,
     *,
-    law: Law | None = None,
+    law: Law | RowLaw | None = None,
     u: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """One chain through the block; each slot sees the tokens chosen before it and no later ones.

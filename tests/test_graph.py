@@ -86,10 +86,10 @@ def test_forced_rejections_at_every_slot(tree):
 def test_pairs_replay_what_they_run(kind, head, options):
     """One graph serves greedy and sampled rows: the law's options are tensors."""
     target = target_of()
-    zoo = recorded(backbone_for(kind, target, 2), head_for(head, target), blank=True, **options)
+    zoo = recorded(backbone_for(kind, target, 2), head_for(head, target), blank=kind == "domino", **options)
     rows = prompts(3, [5, 2])
-    for temperature in (0.0, 0.9, 0.0):
-        same(zoo, rows, max_new_tokens=10, temperature=temperature, seed=7)
+    for temperature in (0.0, 0.9):
+        same(zoo, rows, max_new_tokens=8, temperature=temperature, seed=7)
     (arena,) = zoo.graphs.free
     assert {key.filters for key in arena.graphs} == {(False, False, False)}
     same(zoo, rows[0], max_new_tokens=6, temperature=0.7, top_p=0.8, top_k=6, min_p=0.02, seed=1)
@@ -107,7 +107,7 @@ def shared() -> Any:
     new=st.integers(1, 40),
     temperature=st.sampled_from([0.0, 1.0]),
 )
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 def test_reused_buffers_hide_what_was_there(seed, lengths, new, temperature):
     """Short after long after short, one row after four: one arena serves them all and nothing shines through."""
     same(shared(), prompts(seed, lengths), max_new_tokens=new, temperature=temperature, seed=seed)
@@ -258,7 +258,7 @@ def test_trained_weights_are_captured_anew():
     first = same(zoo, prompts(1, [4]), max_new_tokens=20)
     with torch.no_grad():
         zoo.heads[0].up.mul_(-1)
-    assert same(zoo, prompts(1, [4]), max_new_tokens=20).stats.accepted != first.stats.accepted
+    assert same(zoo, prompts(1, [4]), max_new_tokens=20).stats.repaired != first.stats.repaired
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def test_accept_equals_settle(seed, B, M, V, kind, eos):
 @interpreter
 @given(
     seed=seeds, B=st.integers(1, 2), S=st.integers(1, 3), V=st.sampled_from([1, 2, 7, 16, 33, 100]),
-    K=st.integers(1, 9), ties=st.booleans(), excluded=st.sampled_from([0.0, 0.5, 0.97]), block=st.sampled_from([16, 64, 4096]),
+    K=st.integers(1, 9), ties=st.booleans(), excluded=st.sampled_from([0.0, 0.5, 0.97]),
+    block=st.sampled_from([16, 64, 4096]),
 )  # fmt: skip
 @few
 def test_pool_equals_make_pool(seed, B, S, V, K, ties, excluded, block):

@@ -1,5 +1,9 @@
 """The accept step in one kernel: walk down the tree, emit, end at end-of-text and budget."""
 
+# A kernel is not Python, whatever it looks like.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
+
 from __future__ import annotations
 
 import torch

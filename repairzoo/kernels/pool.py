@@ -1,5 +1,9 @@
 """The candidates of every slot and the normaliser of the whole vocabulary, in one pass over the logits."""
 
+# A kernel is not Python, whatever it looks like.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,9 @@
 """Whole chains of LiLiCorr and of DRelay, a kernel each: one program walks one row from slot to slot."""
 
+# A kernel is not Python, whatever it looks like.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportOptionalSubscript=false
+
 from __future__ import annotations
 
 import torch
@@ -207,7 +211,7 @@ def drelay_walk(
     reads = torch.empty(B, K, W, dtype=torch.float32, device=base.device)
 
     def at_least_16(n: int) -> int:
-        return max(triton.next_power_of_2(n), 16)  # what a matrix unit takes
+        return max(1 << (n - 1).bit_length(), 16)  # what a matrix unit takes
 
     _drelay[(B,)](
         *(x.contiguous() for x in prepared), *(x.contiguous() for x in weights), base.contiguous(), reads, ranks,
