@@ -49,13 +49,14 @@ def _show_costs(name: str, target: str | None, context: int, batch: int, measure
     from repairzoo.zoo import build
 
     zoo = build(backbone, head, target)
-    table = costs(zoo, context=context, batch=batch)
+    table, memory = costs(zoo, context=context, batch=batch), zoo.memory(batch, context)
     if measure:
         prompt: Any = "Explain why the sky is blue." if zoo.target.tokenizer is not None else [[1, 2, 3]]
         table = measured(zoo, table, prompt)
     if as_json:
         where = {"target": zoo.target.name, "dtype": str(zoo.target.dtype).removeprefix("torch."), "context": context}
-        print_json({"backbone": backbone, "head": head, **where, "batch": batch, "parts": [c.as_dict() for c in table]})
+        parts, plan = [c.as_dict() for c in table], memory.as_dict()
+        print_json({"backbone": backbone, "head": head, **where, "batch": batch, "parts": parts, "memory": plan})
         return
     print(f"{backbone} x {head} on {zoo.target.name}, {context} positions of context, {batch} row(s), a round:\n")
     heads = ["part", "parameters", "bytes", "operations", "bytes moved"] + (["milliseconds"] if measure else [])
@@ -71,6 +72,7 @@ def _show_costs(name: str, target: str | None, context: int, batch: int, measure
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join([first, *rest]))
+    print(f"\nbeside the weights a run holds {memory}")
 
 
 def _short(value: float) -> str:
