@@ -96,7 +96,7 @@ def _explained(error: Exception, source: Source, writing: bool) -> tuple[str, bo
     elif isinstance(error, (OSError, errors.OfflineModeIsEnabled)) or type(error).__module__.startswith("httpx"):
         kind = type(error).__name__
         words = (
-            f"the Hub at {endpoint} cannot be reached ({kind}: {first}): check the connection, the proxy and "
+            f"the connection to the Hub at {endpoint} failed ({kind}: {first}): check the network, the proxy and "
             "HF_ENDPOINT, and try again; nothing was kept of unfinished files"
         )
         return words, True, error

@@ -281,7 +281,7 @@ def info(name: str) -> dict[str, Any]:
     Raises:
         UnknownName: with the nearest name and all there are.
     """
-    if name.startswith(HUB_PREFIX) or "/" in name:
+    if name.startswith(HUB_PREFIX) or "/" in name or Path(name, "config.json").is_file():
         from repairzoo.hub import describe
 
         return describe(name)

@@ -1,4 +1,4 @@
-"""What the processes of the Hub's tests do. Nothing at the top imports the Hub library: see ``hub_worker``."""
+"""What the processes of the Hub's tests do; see ``hub_worker``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import resource
 import sys
 import threading
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import filelock
-import tqdm.auto
-import yaml
+from huggingface_hub import HfApi, ModelCard, hf_hub_download
 
 import repairzoo.backbones.dflash
 import repairzoo.heads.dels
@@ -21,10 +19,7 @@ import repairzoo.load_parts
 from repairzoo import hub
 from repairzoo.artifact import tensors_hash
 
-with suppress(ImportError):  # what carries the Hub library's requests, since its version 2
-    import httpx2  # noqa: F401
-
-WARM = (filelock, tqdm.auto, yaml)  # imported once, before the forks
+WARM = (HfApi, ModelCard, hf_hub_download)  # imported once, before the forks
 
 
 def load(source, part="head", **options):

@@ -238,20 +238,20 @@ def test_secrets_are_cut_out_of_messages(worker, hub):
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 
-WEIGHTS, ASKED = "GET .*head.safetensors", "GET .*/revision/main"
+WEIGHTS, ASKED = "GET .*head.safetensors", "GET .*revision/main"
 FAULTS = {  # what the requests of a repository meet, settings, words of the error
-    "no answer about the revision": (ASKED, hang_up, {}, "cannot be reached"),
+    "no answer about the revision": (ASKED, hang_up, {}, "connection to the Hub"),
     "500 about the revision": (ASKED, status(500), {}, "status 500"),
     "429 about the revision": (ASKED, status(429), {}, "too many requests"),
     "not a Hub": (ASKED, lambda handler, body: b"<html>log in</html>", {}, "makes no sense"),
     "500 about where the weights are": ("HEAD .*head.safetensors", status(500), {}, "status 500"),
     "500 about the weights": (WEIGHTS, status(500), {}, "status 500"),
-    "dropped again and again": (WEIGHTS, hang_up, {}, "cannot be reached"),
-    "cut off, and nothing more": (WEIGHTS, cut(100), {}, "breaks off"),
+    "dropped again and again": (WEIGHTS, hang_up, {}, "connection to the Hub"),
+    "cut off, and nothing more": (WEIGHTS, cut(100), {}, "connection to the Hub"),
     "shorter than stated": (WEIGHTS, shorter(100), {}, "broke off"),
     "another config": ("GET .*config.json", flip, {}, "arrived damaged"),
     "another byte": (WEIGHTS, flip, {}, "arrived damaged"),
-    "too slow": (WEIGHTS, slow(3), {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}, "cannot be reached"),
+    "too slow": (WEIGHTS, slow(3), {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}, "connection to the Hub"),
 }
 
 
@@ -288,6 +288,15 @@ def test_a_fault_ends_in_one_error_and_a_retry_succeeds(failures, worker, local,
     for path in root.rglob("snapshots/*/*"):
         assert path.read_bytes() == whole[path.name]  # nothing partial lies where it could be loaded
     assert worker.run("load", home, source=repo_id)["hash"] == digest(local["v1"])
+
+
+def test_a_download_that_begins_anew_for_ever_ends(hub, worker, local):
+    """A server that ignores ranges and breaks off late: the Hub library alone would go on without end."""
+    hub.put("owner/long", files(local["v1"]) | {"head.safetensors": bytes(11_000_000)})
+    hub.inject(WEIGHTS, cut(10_600_000))
+    kinds, message = worker.fail("load", source="owner/long")
+    assert "HubError" in kinds
+    assert all(words in message for words in ("breaks off", "owner/long", "head.safetensors", "try again"))
 
 
 def test_a_download_that_was_cut_off_goes_on(hub, worker, versions, local):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from repairzoo.commands.shared import Json, print_json, reporting
-from repairzoo.registry import KINDS, info
+from repairzoo.registry import HUB_PREFIX, KINDS, info
 
+_NAME = "A target, backbone or head; hf:owner/name@revision or a folder; or BACKBONE/HEAD for what a round costs."
 _STAGES = {"draft": "draft", "head": "heads", "verify": "verification", "step": "(a plain step)"}
 
 
 def show_info(
-    name: Annotated[str, typer.Argument(help="A target, backbone or head; or BACKBONE/HEAD for what a round costs.")],
+    name: Annotated[str, typer.Argument(help=_NAME)],
     target: Annotated[
         str | None, typer.Option(help="With BACKBONE/HEAD: the target.", show_default="smollm2-135m")
     ] = None,
@@ -25,7 +27,8 @@ def show_info(
 ) -> None:
     """Everything that is known about one name, and what it was trained with; or the costs of a round of a pair."""
     with reporting(as_json):
-        if "/" in name:
+        artifact = (name.startswith(HUB_PREFIX) and name.count("/") == 1) or Path(name).is_dir()
+        if "/" in name and not artifact:
             _show_costs(name, target, context, batch, measure, as_json)
             return
         facts = info(name)
