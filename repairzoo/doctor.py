@@ -35,7 +35,7 @@ PROMPTS = (
 )
 BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
 PUBLISHED_MASKS = (151669, 248070, 4)  # Qwen3, Qwen3.5, Gemma-4 (spec of the published drafts)
-VOCABULARY = 4096  # rows of the output head that interventions are scored on
+VOCABULARY = 2048  # rows of the output head that interventions are scored on
 MASKS = 24  # most mask ids that are tried
 USEFUL = 0.5  # nats a slot that a draft gains at least from the features of the text that it continues
 CONTROL = "control"
@@ -289,6 +289,7 @@ class _Scorer:
 
     rows: Tensor  # [V'] sorted token ids
     weight: Tensor  # [V', D]
+    laws: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # of a case and so many slots
 
     @classmethod
     def of(cls, target: Any, case: _Case) -> _Scorer:
@@ -317,8 +318,11 @@ class _Scorer:
             logits = logits + wide(F.linear(y, backbone.output_rows[self.rows]))
         right = torch.searchsorted(self.rows, case.tokens(1, count))
         accepted = (logits.argmax(-1) == right).long().cumprod(1).sum(1)
-        places = case.anchors[:, None] + torch.arange(count, device=right.device)
-        law = self.base(case.hidden[case.rows[:, None], places]).softmax(-1)  # [N, S, V']
+        key = (id(case), count)
+        if key not in self.laws:
+            places = case.anchors[:, None] + torch.arange(count, device=right.device)
+            self.laws[key] = self.base(case.hidden[case.rows[:, None], places]).softmax(-1)  # [N, S, V']
+        law = self.laws[key]
         entropy = -(law * logits.log_softmax(-1).nan_to_num(-100.0, -100.0, -100.0).clamp_min(-100)).sum(-1)
         weights = 0.5 ** torch.arange(count, device=right.device)
         return accepted.float(), -(entropy * weights).sum(1) / weights.sum()

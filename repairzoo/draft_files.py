@@ -63,8 +63,8 @@ def read_weights(
                 f"{homes[name]}: unknown tensor {name!r}: this kind of draft borrows it from its target; drafts that "
                 "store it (DeepSpec's) follow another slot convention"
             )
-    stored = {FLAT_NAMES.get(name, name.removeprefix(OLD_PREFIX)): name for name in tensors}
-    stored = {name: old for name, old in stored.items() if name != old and name in expected}
+    renamed = {name: FLAT_NAMES.get(name, name.removeprefix(OLD_PREFIX)) for name in tensors}
+    stored = {name: old for old, name in renamed.items() if name != old and name in expected}
     for name, old in stored.items():
         if name in tensors:
             raise InvalidArtifact(f"{homes[old]}: tensor {name!r} is there twice, once as {old!r}; keep one")
