@@ -98,6 +98,12 @@ def kind(config: Mapping[str, Any]) -> str:
             f"key 'speculators_model_type' is {algorithm!r} in a vLLM speculators config (told by {_mark(config)!r}); "
             "drafts of 'dflash' (with projector_type 'domino' for Domino) and 'dspark' are read here"
         )
+    trunk = config.get("transformer_layer_config")
+    if not isinstance(trunk, Mapping):
+        raise InvalidArtifact(
+            "key 'transformer_layer_config' must be an object in a vLLM speculators config (told by "
+            f"{_mark(config)!r}), not {trunk!r}; fetch the config again"
+        )
     first = first_slot(config)
     if algorithm == "dspark" and first == 1:
         raise InvalidArtifact(
@@ -126,13 +132,7 @@ def native(config: Mapping[str, Any]) -> dict[str, Any]:
     if not is_speculators(config):
         return dict(config)
     found = kind(config)
-    trunk = config.get("transformer_layer_config")
-    if not isinstance(trunk, Mapping):
-        raise InvalidArtifact(
-            "key 'transformer_layer_config' must be an object in a vLLM speculators config (told by "
-            f"{_mark(config)!r}), not {trunk!r}; fetch the config again"
-        )
-    trunk = {**_QWEN3, **trunk}
+    trunk = {**_QWEN3, **config["transformer_layer_config"]}
     ids = config.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
         raise InvalidArtifact(

@@ -675,7 +675,7 @@ def test_each_missing_key_is_named(key):
         ({"speculators_model_type": "dspark"}, "speculators"),
         ({"dspark_block_size": 5}, "DeepSeek-V4"),
         ({"draft_vocab_size": 64}, "vocabulary"),
-        ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"sample_from_anchor": False}, "sample_from_anchor"),
         ({"rope_is_neox_style": False}, "rotary"),
         ({"partial_rotary_factor": 0.25}, "rotary"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
