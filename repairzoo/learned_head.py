@@ -224,6 +224,12 @@ class LearnedHead(Head, nn.Module):
         parsed = cls.config_type.from_dict(config, str(folder / "config.json"))
         return cls.from_config_and_tensors(parsed, tensors, folder / "head.safetensors")
 
+    def binding_key(self, *tables: Tensor) -> tuple[Any, ...]:
+        """Changes when the head's weights or the target's tables do: what was computed from them is then stale."""
+        return tuple((t.data_ptr(), tuple(t.shape), t.dtype, t.device) for t in tables) + tuple(
+            (w.data_ptr(), w.dtype, 0 if w.is_inference() else w._version) for w in self.parameters()
+        )
+
     def bind(self, embedding: Tensor, output_weight: Tensor) -> Any:
         """Check that a target fits: ``[V, D]`` input embedding and output head, real or padded vocabulary.
 

@@ -34,6 +34,10 @@ KINDS = {
     "bonus": "the target's own token",
 }
 _COLOURS = {"first": "2", "drafted": "32", "repaired": "1;36", "branch": "1;35", "rejected": "9;31", "bonus": "33"}
+# a token may hold control characters; shown, they must not reach the terminal, and a page may not have them
+_CONTROLS = (
+    {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"} | {0x7F: 0x2421} | dict.fromkeys(range(128, 160), "�")
+)
 _SIGNS = {"repaired": "{%s}", "branch": "<%s>", "rejected": "[-%s-]", "bonus": "|%s|"}  # where there is no colour
 
 
@@ -286,6 +290,7 @@ def painted(text: str, kind: str, colour: bool) -> str:
     """A piece in its colour; without colours, between its signs."""
     if not text:
         return ""
+    text = text.translate(_CONTROLS)
     if not colour:
         return _SIGNS.get(kind, "%s").replace("%s", text)
     lines = text.split("\n")  # an attribute that spans lines would paint the rest of the terminal's line
@@ -346,7 +351,7 @@ def page(rounds: Sequence[Round], title: str, facts: Sequence[str] = ()) -> str:
         rounds: of :func:`watch`. title: such as the prompt. facts: lines below it.
     """
     answer = "".join(
-        f'<span class="{p.kind}" title="round {r.number}: {KINDS[p.kind]}">{html.escape(p.text)}</span>'
+        f'<span class="{p.kind}" title="round {r.number}: {KINDS[p.kind]}">{_plain(p.text)}</span>'
         for r in rounds
         for p in r.pieces
     )
@@ -424,11 +429,15 @@ def _percent(p: float) -> str:
     return f"{100 * p:.1f} %" if p >= 0.0005 else "<0.1 %".replace("<", "&lt;")
 
 
+def _plain(text: str) -> str:
+    return html.escape(text.translate(_CONTROLS))
+
+
 def _visible(text: str) -> str:
     """Text on one line, its spaces to be seen."""
-    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") or "∅"
+    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣").translate(_CONTROLS) or "∅"
 
 
 def _short(text: str, limit: int) -> str:
-    flat = " ".join(text.split())
+    flat = " ".join(text.split()).translate(_CONTROLS)
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"

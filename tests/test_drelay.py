@@ -109,6 +109,35 @@ def random_ranks(seed: int, size: int = K, slots: int = S) -> Tensor:
     return torch.randint(size, (2, slots), generator=torch.Generator().manual_seed(seed))
 
 
+@quick
+@given(seed=SEEDS, layers=st.integers(0, 2), history=st.sampled_from([0, 8]), slots=st.integers(1, S))
+def test_tables_of_serving_change_nothing(seed, layers, history, slots):
+    """What is multiplied out once for a vocabulary gives what ``encode`` computes for every block."""
+    head, block = random_head(seed, slot_layers=layers, history=history), random_block(seed + 1, slots=slots)
+    pool = exact_pool(block)
+    served, encoded = head.prepare(block, pool), head.encode(block, pool)
+    for name, a, b in zip(served._fields, served, encoded, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_tables_follow_weights_and_target(monkeypatch):
+    """They are made once, anew when a weight or the embedding changes, and not at all where they are too large."""
+    head, block = random_head(3), random_block(3)
+    pool = exact_pool(block)
+    head.bind(block.embedding, block.output_weight)
+    made = head._served
+    head.prepare(block, pool)
+    assert made is not None and head._served is made
+    head.prefix_token.weight.mul_(2)
+    torch.testing.assert_close(head.prepare(block, pool).entry_token, head.encode(block, pool).entry_token)
+    assert head._served is not made
+    block.embedding = block.embedding.flip(0)
+    torch.testing.assert_close(head.prepare(block, pool).static, head.encode(block, pool).static)
+    monkeypatch.setattr("repairzoo.heads.drelay.head.TABLE_BYTES", 0)
+    other = random_head(3)
+    assert torch.equal(other.prepare(block, pool).last, other.encode(block, pool).last) and other._served is None
+
+
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32)
 

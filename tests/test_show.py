@@ -15,7 +15,7 @@ from test_stacks import backbone, trained
 import repairzoo
 from repairzoo.errors import InvalidInput
 from repairzoo.heads.cure import CURE
-from repairzoo.show import KINDS, legend, line, page, wants_colour, watch
+from repairzoo.show import KINDS, Piece, Round, legend, line, page, wants_colour, watch
 from repairzoo.target import Target
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -108,6 +108,15 @@ def test_colours_are_closed_and_can_be_left_out(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour(Terminal())
+
+
+def test_control_characters_are_shown_and_not_sent():
+    """A token that holds an escape sequence must not steer the terminal, nor break the page."""
+    rounds = [Round(0, "", [Piece("a\x1b[2J\x07\n", "first")]), Round(1, "\x9b", [Piece("\x00", "rejected")])]
+    assert line(rounds[0], False) == "a␛[2J␇\n"
+    assert ESCAPES.sub("", line(rounds[0], True)) == "a␛[2J␇\n"
+    text = page(rounds, "\x1b")
+    assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in text)
 
 
 class Tags(html.parser.HTMLParser):

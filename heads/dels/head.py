@@ -195,11 +195,11 @@ class DeLS(LearnedHead):
         Raises:
             IncompatibleArtifact: the target has another vocabulary or hidden size than the config states.
         """
-        key = self._key(embedding, output_weight)
+        key = self.binding_key(embedding, output_weight)
         if self._bound is not None and self._bound.key == key:
             return self._bound
         super().bind(embedding, output_weight)  # may widen the weights
-        key, c, dtype = self._key(embedding, output_weight), self.config, next(self.parameters()).dtype
+        key, c, dtype = self.binding_key(embedding, output_weight), self.config, next(self.parameters()).dtype
         embedding, output_weight = embedding.detach()[: c.vocab_size], output_weight.detach()[: c.vocab_size]
         source, fold = embedding, None
         if c.input_table == "vocabulary":
@@ -215,12 +215,6 @@ class DeLS(LearnedHead):
         readout = self.readout.detach() if c.output_table == "vocabulary" else self._fold(output_weight, self.up.T)
         self._bound = _Bound(key, embedding, output_weight, source, fold, readout)
         return self._bound
-
-    def _key(self, *tables: Tensor) -> tuple[Any, ...]:
-        """Changes when the head's weights or the target's tables do."""
-        return tuple((t.data_ptr(), tuple(t.shape), t.dtype, t.device) for t in tables) + tuple(
-            (w.data_ptr(), w.dtype, 0 if w.is_inference() else w._version) for w in self.parameters()
-        )
 
     def _fold(self, rows: Tensor, matrix: Tensor) -> Tensor:
         """``rows [V, D] @ matrix.T [D, X]`` in at least float32, in the dtype of the weights."""

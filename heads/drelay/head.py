@@ -15,6 +15,7 @@ from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int
 
 SLOT_STATS, GATE_STATS = 6, 8
+TABLE_BYTES = 256 * 2**20  # products of the whole vocabulary's embeddings are kept up to this size
 _LOWEST = -30.0  # log-probabilities are clamped here where they are features; scores are not
 
 # Internal widths are not public: `full` is the natural size of this layout (the paper's 35.06 M, at D = 2560).
@@ -80,6 +81,19 @@ class Prepared(NamedTuple):
     gate: Tensor  # [B, S, G] static part of the gate's first layer
     null_mass: Tensor  # [B, S, K] of the candidate read, mean over heads
     fusion: Tensor  # [B, S] lambda
+
+
+class _Served(NamedTuple):
+    """Products of weights, and of weights with the vocabulary's embeddings: what serving need not do every block."""
+
+    key: tuple[Any, ...]
+    embedding: Tensor  # held, so that its address can't be given to another tensor
+    tokens: Tensor  # [V, 4d] slot, next query, prefix entry (2d) of every token
+    reads: Tensor  # [5d, d] of a candidate: query, key, value of the global read; queries of history and prefix
+    hidden: Tensor  # [2d + R, D] of a slot: slot mixing, prefix entry, shared residual
+    global_rank: Tensor  # [r, d] of the global read's values
+    history_rank: Tensor  # [r, d] of the history read's values
+    through: Tensor  # [d, d]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -189,6 +203,7 @@ class DRelay(LearnedHead):
         super().__init__()
         self.config = c = config
         self._gate: tuple[Any, tuple[Tensor, ...]] | None = None
+        self._served: _Served | None = None
         D, d, dtype = c.hidden_size, c.width, c.torch_dtype
 
         def linear(inner: int, outer: int, bias: bool = False) -> nn.Linear:
@@ -227,6 +242,14 @@ class DRelay(LearnedHead):
 
     # ---- all that does not depend on chosen tokens
 
+    def _check(self, s: int, k: int) -> None:
+        if k < 2:
+            raise InvalidInput("drelay: a pool of 1 candidate leaves nothing to repair to; give at least 2")
+        if s > self.config.slots:
+            raise IncompatibleArtifact(
+                f"drelay head for {self.config.target_id}: {s} slots; trained for at most {self.config.slots}"
+            )
+
     def encode(self, block: DraftBlock, pool: Pool) -> Prepared:
         """Everything but the walk, differentiable in the head, the hidden states and the pool's log-probabilities.
 
@@ -235,10 +258,7 @@ class DRelay(LearnedHead):
         """
         c, dtype = self.config, self.gate_out.weight.dtype
         s, k = pool.ids.shape[1:]
-        if k < 2:
-            raise InvalidInput("drelay: a pool of 1 candidate leaves nothing to repair to; give at least 2")
-        if s > c.slots:
-            raise IncompatibleArtifact(f"drelay head for {c.target_id}: {s} slots; trained for at most {c.slots}")
+        self._check(s, k)
         hidden, context = block.hidden.to(dtype), block.context.to(dtype)
         embedded = F.embedding(pool.ids, block.embedding).detach().to(dtype)  # [B, S, K, D]
         anchor_token = F.embedding(block.anchor_ids, block.embedding).detach().to(dtype)  # [B, D]
@@ -291,15 +311,109 @@ class DRelay(LearnedHead):
 
     def _history(self, n: Tensor, block: DraftBlock) -> Tensor:
         """What every candidate ``n [B, S, K, d]`` finds among the last verified features; 0 where there are none."""
+        return self.history_out(self._history_read(self.history_query(n), block))
+
+    def _history_read(self, query: Tensor, block: DraftBlock) -> Tensor:
+        """The values that queries ``[B, S, K, d]`` read, ``[B, S, K, d]``."""
         c = self.config
         start = block.history.shape[1] - c.history
-        rows, seen = block.history[:, start:].to(n.dtype), block.history_mask[:, start:]  # [B, M, D], [B, M]
+        rows, seen = block.history[:, start:].to(query.dtype), block.history_mask[:, start:]  # [B, M, D], [B, M]
         key, value = (split_heads(x, c.heads) for x in self.history_kv(rows).chunk(2, -1))
-        query = split_heads(self.history_query(n).flatten(1, 2), c.heads)  # [B, heads, S*K, d / heads]
-        logits = wide(query @ key.transpose(-1, -2)) * query.shape[-1] ** -0.5
+        q = split_heads(query.flatten(1, 2), c.heads)  # [B, heads, S*K, d / heads]
+        logits = wide(q @ key.transpose(-1, -2)) * q.shape[-1] ** -0.5
         logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
         read, _ = read_with_null(logits, value)
-        return self.history_out(read.transpose(1, 2).flatten(-2)).view_as(n)
+        return read.transpose(1, 2).flatten(-2).view_as(query)
+
+    # ---- the same for serving, with what depends on weights and vocabulary alone multiplied out
+
+    @torch.no_grad()
+    def bind(self, embedding: Tensor, output_weight: Tensor) -> None:
+        """See :meth:`LearnedHead.bind`; also makes the tables of serving, so that no round has to."""
+        super().bind(embedding, output_weight)
+        self._tables(embedding)
+
+    def _tables(self, embedding: Tensor) -> _Served | None:
+        """Tables of this embedding and these weights, made anew when either changes; None where they are too large."""
+        d, weight = self.config.width, self.gate_out.weight
+        if embedding.shape[0] * 4 * d * weight.dtype.itemsize > TABLE_BYTES:
+            return None
+        try:
+            key = self.binding_key(embedding)
+        except RuntimeError:  # a tensor without storage: something is being traced, and nothing of it may be kept
+            return None
+        if self._served is None or self._served.key != key:
+            by_token = self.prefix_kv.weight.chunk(4, -1)[2]
+            entry = _product(by_token, self.prefix_token.weight)
+            last = _product(self.prefix_last.weight, self.query_token.weight)
+            columns = torch.cat((self.slot_token.weight, last, entry))  # [4d, D]
+            through = _product(self.prefix_rank.weight.T, self.candidate_rank.weight)  # [d, d] of e
+            hidden = (self.slot_hidden.weight, self.prefix_hidden.weight, self.residual_in.weight[:, :-d])
+            self._served = _Served(
+                key=key,
+                embedding=embedding,
+                tokens=_product(embedding.detach(), columns.T).to(weight.dtype),
+                reads=torch.cat((self.read_qkv.weight, self.history_query.weight, self.prefix_query.weight)).detach(),
+                hidden=torch.cat(hidden).detach(),
+                global_rank=_product(self.global_rank.weight, self.read_out.weight),
+                history_rank=_product(self.history_rank.weight, self.history_out.weight),
+                through=_product(self.prefix_out.weight.T, through),
+            )
+        return self._served
+
+    def _serve(self, t: _Served, block: DraftBlock, pool: Pool) -> Prepared:
+        """:meth:`encode` with the tables ``t``."""
+        c, dtype = self.config, self.gate_out.weight.dtype
+        d, (s, k) = c.width, pool.ids.shape[1:]
+        self._check(s, k)
+        hidden, context = block.hidden.to(dtype), block.context.to(dtype)
+        log_q = wide(pool.log_probs)
+        pi = log_q.softmax(-1).to(dtype)
+        e, last, entry_token = F.embedding(pool.ids, t.tokens).split((d, d, 2 * d), -1)  # [B, S, K, ...]
+        _, last_anchor, anchor_token = F.embedding(block.anchor_ids, t.tokens).split((d, d, 2 * d), -1)
+        own, entry_hidden, inner = F.linear(hidden, t.hidden).split((d, d, c.residual), -1)
+
+        u = own + (pi[..., None, :] @ e)[..., 0, :] + self.slot_embedding[:s]
+        u = u + self.slot_stats(slot_stats(log_q).to(dtype))
+        for layer in self.slot_layers:
+            u = layer(u)  # [B, S, d]
+        n = self.candidate_norm(u[:, :, None] + self.candidate(e))
+        reads = F.linear(n, t.reads)  # [B, S, K, 5d]
+        q, key, value, past, query = (reads[..., i * d : (i + 1) * d] for i in range(5))
+        q, key, value = (split_heads(x.flatten(1, 2), c.heads).unflatten(-2, (s, k)) for x in (q, key, value))
+        first = c.slots - s
+        read, null = candidate_read(q, key, value, log_q[:, None], self.read_bias[:, first : first + 2 * s - 1])
+        read = read.permute(0, 2, 3, 1, 4).flatten(-2)  # [B, S, K, d]
+        lam = torch.sigmoid(self.fusion(torch.cat((hidden, u), -1)))  # [B, S, 1]
+        z = u + lam * self.read_out((pi[..., None, :] @ read)[..., 0, :])
+
+        rows = self._history_read(past, block)
+        inner = inner + F.linear(z, self.residual_in.weight[:, -d:], self.residual_in.bias)
+        shared = self.residual_out(F.silu(inner))  # [B, S, D]
+        direction = self.candidate_rank(e)
+        static = (wide(F.embedding(pool.ids, block.embedding).to(dtype)) @ wide(shared)[..., None])[..., 0]
+        ranks = lam[..., None] * F.linear(read, t.global_rank) + F.linear(rows, t.history_rank)
+        static = static + (wide(ranks) * wide(direction)).sum(-1)
+
+        by_hidden, by_z, _, by_anchor = self.prefix_kv.weight.chunk(4, -1)
+        about = F.linear(self.anchor(context), by_anchor)
+        entry_slot = F.linear(entry_hidden, by_hidden) + F.linear(z, by_z) + about[:, None]
+        entry_anchor = F.linear(self.prefix_hidden(context), by_hidden) + about + anchor_token
+        gate_hidden, gate_z = self.gate_in.weight[:, :d], self.gate_in.weight[:, d : 2 * d]
+        return Prepared(
+            ids=pool.ids,
+            static=static,
+            query=query,
+            last=last,
+            last_anchor=last_anchor,
+            entry_token=entry_token,
+            entry_slot=entry_slot,
+            entry_anchor=entry_anchor,
+            through=F.linear(e, t.through),
+            gate=F.linear(own, gate_hidden, self.gate_in.bias) + F.linear(z, gate_z),
+            null_mass=null.mean(1),
+            fusion=lam[..., 0],
+        )
 
     # ---- what depends on chosen tokens
 
@@ -339,7 +453,8 @@ class DRelay(LearnedHead):
         """See :meth:`encode`; refuses to work without a pool."""
         if pool is None:
             raise InvalidInput("drelay chooses within a pool: walk it with pool=make_pool(block.logits, pool_size)")
-        return self.encode(block, pool)
+        tables = self._tables(block.embedding)
+        return self.encode(block, pool) if tables is None else self._serve(tables, block, pool)
 
     def start(self, block: DraftBlock) -> Tensor:
         """No rank chosen yet: ``[B, 1, 0]`` int64."""
@@ -436,6 +551,11 @@ class DRelay(LearnedHead):
         p = self.prepare(block, pool)
         bins = torch.histc(p.fusion.float(), bins=10, min=0, max=1)
         return {"null_mass": p.null_mass.mean(-1), "fusion": p.fusion, "fusion_histogram": bins}
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in at least float32, as wide as ``left`` again."""
+    return (wide(left.detach()) @ wide(right.detach())).to(left.dtype)
 
 
 def slot_stats(log_q: Tensor) -> Tensor:
