@@ -195,8 +195,8 @@ class RoundOutput:
         drafted: ``[B]`` int64, draft nodes that were verified.
         repaired: ``[B, M-1]`` bool, draft nodes of a chain (branch 0 of an expander's tree) where the heads chose
             another token than the backbone had.
-        branches: ``[B, M-1]`` bool, draft nodes where an expander leaves its branch 0.
-        added: ``[B]`` int64, draft nodes that are not on branch 0.
+        branches: ``[B, M-1]`` bool, draft nodes where a tree leaves its first path (branch 0 of an expander's).
+        added: ``[B]`` int64, draft nodes that are not on it.
         path: ``[B, D]`` int64, the accepted nodes, numbered from 1; after the last, that one repeats.
         stopped: ``[B]`` bool, an end-of-text token was committed.
     """
@@ -315,11 +315,14 @@ def shorten(tree: TokenTree, q: Tensor | None, repaired: Tensor) -> tuple[TokenT
 
 
 def branches_of(tree: TokenTree) -> tuple[Tensor, Tensor]:
-    """Where an expander's tree leaves its branch 0, ``[B, M-1]`` bool, and the nodes beside that branch, ``[B]``."""
+    """Where a tree leaves its first path, ``[B, M-1]`` bool, and the nodes beside that path, ``[B]``.
+
+    The first path goes to the first child everywhere: CURE's branch 0, or the likeliest token after the likeliest. A
+    node with an elder sibling begins a branch, on whichever path it lies.
+    """
     same = tree.parents[:, :, None] == tree.parents[:, None, :]  # [B, M, M]
     leaves = same.tril(-1).any(2) & tree.valid  # it has an elder sibling
-    index = torch.arange(tree.size, device=tree.parents.device)
-    beside = tree.valid & (tree.depths != index)  # branch 0 is nodes 1, 2, ... in a row
+    beside = (ancestor_mask(tree) & leaves[:, None, :]).any(2) & tree.valid
     return leaves[:, 1:], beside.sum(1)
 
 
@@ -387,7 +390,7 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
     state.done |= stopped | (state.length >= state.limit)
     mark("commit")
     branches, added = torch.zeros_like(repaired), torch.zeros_like(count)
-    if engine.expander is not None:
+    if engine.nodes is not None or engine.expander is not None:
         branches, added = branches_of(tree)
     drafted, path = tree.valid[:, 1:].sum(1), accepted.path[:, 1:]
     return RoundOutput(emitted, count, accepted.count, drafted, repaired, branches, added, path, stopped)

@@ -16,8 +16,9 @@ class Stats:
         drafted: draft tokens that the target verified. agreed: those it accepted, before truncation.
         repaired: chain slots where the heads chose another token than the backbone.
         repairs_accepted: repaired tokens that were committed.
-        branches: branches that an expander (CURE) proposed. branches_accepted: those whose first token was committed.
-        branch_nodes: draft nodes that were verified beside branch 0.
+        branches: branches of the trees that were proposed (CURE's, or of a best-first tree): nodes with an elder
+            sibling. branches_accepted: those whose first token was committed, which a chain would not have had.
+        branch_nodes: draft nodes that were verified beside the first path (branch 0).
         surplus: tokens that a round committed behind the row's end and that were never given out: the host finds stop
             strings and criteria after the fact, on a GPU one round later.
         idle_rounds: rounds that were launched before it was known that every row had ended.

@@ -323,7 +323,7 @@ _STYLE = """
 body { margin: 0 auto; max-width: 76rem; padding: 2rem 1rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.55 system-ui, sans-serif; }
 h1 { font-size: 1.35rem; margin: 0 0 .25rem; } h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
-.facts, figcaption { color: var(--faint); margin: 0; }
+.facts { color: var(--faint); margin: 0; }
 .answer { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); border: 1px solid var(--rule);
   border-radius: 6px; padding: 1rem; font: 15px/1.7 ui-monospace, monospace; }
 .first { color: var(--first); } .drafted { color: var(--drafted); } .bonus { color: var(--bonus); }
@@ -395,7 +395,7 @@ def _section(r: Round) -> str:
         for k in range(depth)
     )
     unary = all(node.parent == index for index, node in enumerate(r.nodes))
-    verified = "" if unary else f"<figcaption>Verified as a tree:</figcaption>{_tree(r.nodes, 0)}"
+    verified = "" if unary else f'<p class="facts">Verified as a tree:</p>{_tree(r.nodes, 0)}'
     return (
         f"<details{' open' if r.number == 1 else ''}><summary>Round {r.number}: {r.committed} after "
         f"<code>{html.escape(_visible(r.anchor))}</code> — <code>{given}</code></summary>"

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import dels, dflash, generator, noisy, prompts, toy
+from test_cure import unsure
 from test_domino import drafts_for as domino
 from test_dspark import drafts_for as dspark
 
 import repairzoo
+from repairzoo.decode import branches_of
 from repairzoo.errors import InvalidInput
 from repairzoo.heads.cure import CURE
 from repairzoo.heads.drelay import DRelay, DRelayConfig
 from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig
+from repairzoo.walk import best_first
 
 BACKBONES = ["dflash", "domino", "dspark"]
 WIDE = {"threshold": 1e6, "scale": 1e6, "b_max": 3, "cost": "free"}  # random heads are sure of themselves
@@ -137,3 +140,37 @@ def test_stacks_without_a_meaning_are_refused_with_the_reason(names, words):
 def test_names_that_do_not_stack_are_refused(head, words):
     with pytest.raises((InvalidInput, repairzoo.RepairZooError), match=words):
         repairzoo.build(noisy(0, 3), head, toy())
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 12])
+def test_branches_of_any_tree_are_counted(nodes):
+    """A node with an elder sibling begins a branch; what is not on the first path is beside it."""
+    g = generator(nodes)
+    for _ in range(5):
+        block = noisy(int(torch.randint(99, (1,), generator=g)), 3)
+        block.bind(torch.zeros(32, 4), torch.zeros(32, 4))
+        drafted = block.draft(None, torch.tensor([3, 8]), torch.tensor([0, 0]))
+        tree = best_first(drafted, [], None, nodes)
+        branches, beside = branches_of(tree)
+        for row in range(2):
+            parents = [p for p, v in zip(tree.parents[row].tolist(), tree.valid[row].tolist(), strict=True) if v]
+            begins = [p in parents[1:i] for i, p in enumerate(parents)][1:]
+            path, at = set(), 0
+            for i, p in enumerate(parents[1:], 1):
+                if p == at:
+                    path.add(i)
+                    at = i
+            assert branches[row, : len(begins)].tolist() == begins
+            assert int(beside[row]) == len(parents) - 1 - len(path)
+
+
+def test_a_tree_tells_what_its_branches_brought():
+    """Accepted branches are tokens that a chain would not have had: scripted runner-up tokens that are right."""
+    target, prompt = toy(), prompts(5, [5])[0]
+    expected = repairzoo.autoregressive(target, prompt, max_new_tokens=17).token_ids[0]
+    out = repairzoo.build(unsure(prompt + expected, 4, every=3), None, target, tree=8).generate(
+        prompt, max_new_tokens=17
+    )
+    assert out.token_ids == [expected]
+    s = out.stats
+    assert 0 < s.branches_accepted[0] <= s.branches[0] <= s.branch_nodes[0] < s.drafted[0]
