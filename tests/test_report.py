@@ -38,6 +38,7 @@ def write(path: Path, rows: list[dict], **manifest) -> Path:
         "target": {"id": "toy", "revision": None, "source": "made up"}, "options": {"max_new_tokens": 8, "seed": 0},
         "cells": list(dict.fromkeys(r["cell"] for r in rows)), "cost_context": 256,
         "rates": {"bytes_per_second": 1e10, "operations_per_second": 1e11},
+        "overhead": {"dflash": {"round": 0.01, "target": 0.008, "backbone": 0.0015, "head": 0.0003, "share": 0.02}},
         "cost": {"dflash": {"draft": [1e6, 2e6], "verify": [1e8, 1e9]}, "autoregressive": {"step": [1e8, 2e8]}},
         **manifest,
     }  # fmt: skip
@@ -172,6 +173,7 @@ def test_page_is_self_contained_and_has_every_plot(text):
     ]
     for title in titles:
         assert re.search(rf"<h3>[^<]*({title})[^<]*</h3><p>[^<]*</p><figure><svg", text), title
+    assert "<td>2.0 %</td>" in text
     assert "a &lt;cpu&gt; &amp; more" in text and "<cpu>" not in text
 
 

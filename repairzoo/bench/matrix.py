@@ -94,16 +94,16 @@ def cells_of(
     """The matrix, and why each cell that was left out was.
 
     Args:
-        backbones, heads: registry names, ``"all"``, or anything ``build`` takes.
+        backbones, heads: registry names, ``"all"`` of them, or anything ``build`` takes.
         trees, blocks: budgets; None is the chain and the trained block.
 
     Raises:
         InvalidInput: nothing is left.
     """
     known = registry()
-    backbones = known.names("backbone") if list(backbones) == ["all"] else backbones
-    if list(heads) == ["all"]:
-        heads = ["none", *(name for name in known.names("head") if name != "none")]
+    every = {"backbone": known.names("backbone"), "head": sorted(known.names("head"), key=lambda name: name != "none")}
+    backbones = [name for given in backbones for name in (every["backbone"] if given == "all" else [given])]
+    heads = [name for given in heads for name in (every["head"] if given == "all" else [given])]
     cells: list[CellSpec] = []
     missing: dict[str, None] = {}
     for backbone, head, tree, block in product(backbones, heads, trees, blocks):

@@ -62,6 +62,8 @@ def page(path: Path) -> str:
         body.append(f"<h2>{html.escape(report.describe(setting).capitalize())}</h2>")
         for part in _setting(manifest, chosen, f"{number}", pyplot):
             body.append(part)
+    if manifest.get("overhead"):
+        body.append("<h2>What a round costs beside its models</h2>" + _beside(manifest["overhead"]))
     if manifest.get("left_out"):
         body.append("<h2>Left out</h2><ul>")
         body += [f"<li>{html.escape(str(why))}</li>" for why in manifest["left_out"]]
@@ -177,6 +179,19 @@ def _table(rows: list[Row], cells: Sequence[str], others: Sequence[str]) -> str:
             + "</ul>"
         )
     return "".join(lines)
+
+
+def _beside(measured: dict[str, Any]) -> str:
+    names = ("round", "target", "backbone", "head")
+    lines = ["<p>Milliseconds; target, backbone and head were measured alone, on the round's own tensors.</p>"]
+    lines.append('<div class="scroll"><table><thead><tr><th>cell</th>')
+    lines += [f"<th>{name}</th>" for name in (*names, "left")]
+    lines.append("</tr></thead><tbody>")
+    for cell, o in measured.items():
+        entries = [f"<code>{html.escape(cell)}</code>", *(f"{1e3 * o[name]:.1f}" for name in names)]
+        entries.append(f"{100 * o['share']:.1f} %")
+        lines.append("<tr>" + "".join(f"<td>{e}</td>" for e in entries) + "</tr>")
+    return "".join([*lines, "</tbody></table></div>"])
 
 
 def _floors(manifest: dict[str, Any], points: list[tuple[str, str, list[float], float]]) -> str:
