@@ -45,8 +45,9 @@ def test_the_report_lists_every_mismatch_at_once():
             backbone="dflash", block_size=8, mask_token_id=9, tapped_layers=[2], slot_convention="anchor",
             where="here",
         )  # fmt: skip
-    for key in ("target.id", "target.fingerprint", "vocab_size is 61", "padded_vocab_size", "hidden_size",
-                "backbone.kind", "block_size", "pool_size is 40", "mask_token_id", "tapped_layers", "slot_convention", "here"):  # fmt: skip
+    keys = ("target.id", "target.fingerprint", "vocab_size is 61", "padded_vocab_size", "hidden_size", "backbone.kind",
+            "block_size", "pool_size is 40", "mask_token_id", "tapped_layers", "slot_convention", "here")  # fmt: skip
+    for key in keys:
         assert key in str(caught.value)
 
 
