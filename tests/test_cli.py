@@ -117,6 +117,26 @@ def test_generate_streams_the_answer_and_reports_beside_it(options):
         assert words in result.stderr
 
 
+def test_generate_shows_repairs(options, tmp_path):
+    """Into a pipe there are signs and no escapes; the page is written whole; the JSON stays what it is."""
+    plain = invoke("generate", "hello", "--raw", "--max-new-tokens", 24, *options).stdout
+    shown = invoke("generate", "hello", "--raw", "--max-new-tokens", 24, "--show-repairs", *options)
+    assert shown.exit_code == 0, shown.stderr
+    assert "\x1b" not in shown.stdout and "|" in shown.stdout
+    assert "the target's own token" in shown.stderr and "not measured" in shown.stderr
+    page = tmp_path / "page.html"
+    quiet = invoke("generate", "hello", "--raw", "--max-new-tokens", 24, "--html", page, *options)
+    assert quiet.stdout == plain and str(page) in quiet.stderr
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and "hello" in text and "slot 0" in text
+    found = invoke("generate", "hello", "--raw", "--max-new-tokens", 24, "--html", page, "--json", *options)
+    assert json.loads(found.stdout)["text"] + "\n" == plain
+    wrong = invoke("generate", "hello", "--html", tmp_path / "no" / "page.html", *options)
+    assert wrong.exit_code == 2 and "there is no folder" in wrong.stderr
+    both = invoke("generate", "hello", "--compare", "--show-repairs", *options)
+    assert both.exit_code == 2 and "--compare times the rounds" in both.stderr
+
+
 def test_generate_json_compares_with_plain_decoding(options):
     result = invoke("generate", "-", "--compare", "--json", "--max-new-tokens", 24, *options, text="hello")
     assert result.exit_code == 0, result.stderr

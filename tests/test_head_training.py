@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from training_toys import TAPS, VOCAB, draft, make_corpus, target, write_recipe
+from typer.testing import CliRunner
 
 import repairzoo
 from repairzoo.backbones.domino import Domino
@@ -21,6 +22,7 @@ from repairzoo.heads.drelay import objective as drelay
 from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig, Weights
 from repairzoo.heads.lilicorr import objective as lilicorr
 from repairzoo.train.blocks import accepted_lengths, pool_blocks, prefixes, scouted, target_scores
+from repairzoo.train.cli import app
 from repairzoo.train.commands import run_training
 from repairzoo.train.data import Batch
 from repairzoo.train.recipe import read_recipe
@@ -397,5 +399,7 @@ def test_a_folder_is_continued_by_its_own_run(tmp_path):
     for wrong in ("credit=false", "objective.credit", "kind=dels"):
         with pytest.raises(InvalidInput, match="--set"):
             read_recipe(path, [wrong])
+    arguments = ["head", path, "--corpus", tmp_path / "corpus", "--out", tmp_path / "o", "--control", "--set", "a=1"]
+    assert "--set 'a=1'" in str(CliRunner().invoke(app, [str(a) for a in arguments]).exception)
     with pytest.raises(InvalidInput, match="colour"):
         run_training(*args[:3], tmp_path / "other", **more, changes=["objective.colour=1"])
