@@ -87,7 +87,8 @@ class RowLaw:
         shape = (-1, *[1] * (logits.dim() - 1))
         scores = logits / self.temperature.view(shape)
         if self.top_k is not None:
-            place = (self.top_k - 1).view(shape).expand(*scores.shape[:-1], 1)
+            # a pool has fewer entries than the vocabulary, and then the filter may be off
+            place = (self.top_k - 1).clamp_max(scores.shape[-1] - 1).view(shape).expand(*scores.shape[:-1], 1)
             last = scores.sort(dim=-1, descending=True).values.gather(-1, place)
             scores = scores.masked_fill(scores < last, -math.inf)
         if self.tail is not None:

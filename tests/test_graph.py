@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -386,12 +388,39 @@ def test_row_law_equals_law_bit_for_bit(seed, rows, dtype):
     """The same tensors for all rows, whatever each asks for: filters that others need are off for the rest."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), 2, 11, generator=g, dtype=torch.float64).mul(3).round(decimals=1).to(dtype)
-    law = RowLaw.empty(len(rows), 11, dtype, logits.device)
+    law = RowLaw.empty(len(rows), 50, dtype, logits.device)
     for at, row in enumerate(rows):
-        one = RowLaw.empty(1, 11, dtype, logits.device)
-        one.set(row, 11)
+        one = RowLaw.empty(1, 50, dtype, logits.device)  # the scores are those of a pool
+        one.set(row, 50)
         for whole, single in zip(law.tensors, one.tensors, strict=True):
             whole[at : at + 1].copy_(single)
         only = one.only(filters_of(row))
         assert torch.equal(only.probs(logits[at : at + 1]), row.probs(logits[at : at + 1]))
     assert torch.equal(law.probs(logits), torch.stack([row.probs(x) for row, x in zip(rows, logits, strict=True)]))
+
+
+# --- for ever ---------------------------------------------------------------------------------------------------------
+def soak_module() -> Any:
+    path = Path(__file__).parent.parent / "benchmarks" / "soak.py"
+    spec = importlib.util.spec_from_file_location("soak", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_soak_for_a_moment():
+    """The script that runs for minutes; its comparison and its look at memory can fail."""
+    module = soak_module()
+    facts = module.soak(minutes=0.0, seed=1, zoos=3)
+    assert facts["runs"] == 6 and facts["tokens"] > 20 and facts["ties"] == 0 and facts["memory"][-1]["tensors"] > 0
+    grown = [(0.0, 10, 5, 10), *[(float(t), 2**30, 5, 10) for t in range(1, 4)], (9.0, 2**31, 5, 2**30)]
+    with pytest.raises(AssertionError, match="grew"):
+        module.check_memory(grown)
+    target = target_of()
+    zoo, row = eager(recorded(noisy(1, S))), prompts(1, [4])[0]
+    options = {"max_new_tokens": 3, "temperature": 0.0}
+    right = zoo.generate(row, **options).token_ids[0]
+    module.compare(zoo, target, [row], options | {"seed": 0}, [right], {"ties": 0})
+    with pytest.raises(AssertionError, match="parts at token 1"):
+        module.compare(zoo, target, [row], options | {"seed": 0}, [[right[0], (right[1] + 1) % VOCAB, 1]], {"ties": 0})
