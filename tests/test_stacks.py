@@ -13,6 +13,7 @@ from test_domino import drafts_for as domino
 from test_dspark import drafts_for as dspark
 
 import repairzoo
+from repairzoo.bench.replay import replay
 from repairzoo.decode import branches_of
 from repairzoo.errors import InvalidInput
 from repairzoo.heads.cure import CURE
@@ -174,3 +175,24 @@ def test_a_tree_tells_what_its_branches_brought():
     assert out.token_ids == [expected]
     s = out.stats
     assert 0 < s.branches_accepted[0] <= s.branches[0] <= s.branch_nodes[0] < s.drafted[0]
+
+
+def test_replay_tells_what_heads_say():
+    """Diagnostics of a run: prefixes, the null's mass and lambda (DRelay), the spread of factors (LiLiCorr)."""
+    drafter = backbone("dflash", 1)
+    heads = [trained("drelay", drafter.slots), trained("lilicorr", drafter.slots, 1), CURE(cost="rows")]
+    zoo = repairzoo.build(drafter, heads, toy())
+    prompt = prompts(2, [5])[0]
+    out = zoo.generate(prompt, max_new_tokens=9)
+    seen = replay(zoo, prompt, out.token_ids[0], oracle=6).prefix
+    assert seen is not None
+    told = seen.as_dict()
+    assert set(told["heads"]) == {"drelay", "lilicorr"} and 0 <= told["heads"]["drelay"]["null_mass"] <= 1
+    histogram = told["heads"]["drelay"]["fusion_histogram"]
+    assert (
+        len(histogram) == 10 and sum(histogram) == drafter.slots * len(seen.native) == drafter.slots * out.stats.rounds
+    )
+    assert told["heads"]["lilicorr"]["factor_spread"] > 0
+    assert all(n <= o and s <= o for n, s, o in zip(seen.native, seen.selected, seen.oracle, strict=True))
+    plain = replay(repairzoo.build(drafter, None, toy()), prompt, out.token_ids[0], oracle=6).prefix
+    assert plain is not None and "heads" not in plain.as_dict() and plain.native == plain.selected

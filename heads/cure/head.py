@@ -115,12 +115,13 @@ class CURE:
         all the same (an accelerator keeps its shapes), a budget that was left open becomes the largest whose rows cost
         hardly more than the chain's.
         """
-        if self.cost != "measured":
+        slots = backbone.slots
+        rows = 1 + self.budget(slots)
+        idle = rows == 1 + slots or self.repairs == 0 or self.b_max == 1 or self.threshold <= 0
+        if self.cost != "measured" or idle:
             return self
         from repairzoo.bench.cost_curve import round_costs
 
-        slots = backbone.slots
-        rows = 1 + self.budget(slots)
         curve, draft = round_costs(target, backbone, rows)
         chain_rows = curve.at(1 + slots)
         table = list(accumulate(curve.table(rows), max))  # a dip is noise

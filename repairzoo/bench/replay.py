@@ -35,6 +35,8 @@ class Prefix:
         slots: S. pool: candidates a slot of the oracle.
         native: of the backbone's own draft. selected: of the walked chain. oracle: slots whose pool holds the text.
         fixed: slots that only the heads have right. broken: slots that only the backbone had right.
+        heads: by head and name, what its ``diagnostics`` say (the null's mass, the histogram of lambda, the spread of
+            factors ...), summed over rounds: means over slots, histograms as they are.
     """
 
     slots: int
@@ -44,8 +46,15 @@ class Prefix:
     oracle: list[int] = field(default_factory=list)
     fixed: int = 0
     broken: int = 0
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
+        """``heads`` only where a head says something: means a round, histograms summed."""
+        rounds = max(1, len(self.native))
+        said = {
+            kind: {n: x.tolist() if x.dim() else round(float(x) / rounds, 5) for n, x in values.items()}
+            for kind, values in self.heads.items()
+        }
         return {
             "slots": self.slots,
             "pool": self.pool,
@@ -54,6 +63,7 @@ class Prefix:
             "oracle": self.oracle,
             "fixed": self.fixed,
             "broken": self.broken,
+            **({"heads": said} if said else {}),
         }
 
 
@@ -184,3 +194,10 @@ def _count(prefix: Prefix, engine: Engine, block: DraftBlock, truth: Tensor) -> 
         getattr(prefix, name).append(int((right & known).long().cumprod(0).sum()))
     prefix.fixed += int((after & ~before & known).sum())
     prefix.broken += int((before & ~after & known).sum())
+    for head in heads:
+        diagnostics = getattr(head, "diagnostics", None)
+        told = {} if pool is None or diagnostics is None else diagnostics(block, pool)
+        sums = prefix.heads.setdefault(getattr(head, "kind", type(head).__name__), {}) if told else {}
+        for name, x in told.items():
+            value = x.double().cpu() if name.endswith("histogram") else x.double().mean().cpu()
+            sums[name] = sums[name] + value if name in sums else value
