@@ -19,7 +19,7 @@ from repairzoo.walk import Stack, best_first, walk
 
 F64 = torch.float64
 sizes = {"seed": st.integers(0, 2**31), "V": st.integers(3, 5), "S": st.integers(1, 3)}
-few = settings(max_examples=4, deadline=None)
+few = settings(max_examples=3, deadline=None)
 KINDS = ["dels", "drelay", "published", "identity_safe"]
 STACKS = [*KINDS, "dels+drelay", "drelay+published", "identity_safe+dels", "published+drelay"]
 
