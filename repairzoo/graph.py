@@ -84,9 +84,10 @@ def read_later(packed: Tensor, pinned: Tensor | None = None) -> Callable[[], lis
     if packed.device.type != "cuda":
         return packed.tolist
     host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True) if pinned is None else pinned
-    host.copy_(packed, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+    with torch.cuda.device(packed.device):
+        host.copy_(packed, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
 
     def read() -> list[list[int]]:
         event.synchronize()
@@ -259,12 +260,16 @@ class Static:
         at = [self.rows.index(row) for row in keep]
         width = row_bucket(len(keep))
         padding = width - len(keep)
-        index = self._to_device(at + at[:1] * padding)
-        done = self._to_device([False] * len(keep) + [True] * padding)
-        for buffer in leaves(self.arena.view(self.width)):
-            buffer[:width].copy_(buffer.index_select(0, index))
+        if at == list(range(len(keep))):  # they are at the front; what is behind them has ended
+            # far behind the bound, a window would leave a row nothing to look at, and its NaN would outlive it
+            self.arena.view(width).length[len(keep) :].fill_(1)
+        else:
+            index = self._to_device(at + at[:1] * padding)
+            done = self._to_device([False] * len(keep) + [True] * padding)
+            for buffer in leaves(self.arena.view(self.width)):
+                buffer[:width].copy_(buffer.index_select(0, index))
+            self.arena.view(width).done.logical_or_(done)
         self.rows, self.width = keep, width
-        self.arena.view(width).done.logical_or_(done)
 
     def _to_device(self, values: list[Any]) -> Tensor:
         tensor, device = torch.tensor(values), self.engine.target.device
@@ -353,6 +358,7 @@ class Arena:
             self.weights = weights
             self.eos = self.eos.new_empty(max(len(self.eos), row_bucket(len(engine.eos))))
         self.base = engine
+        self.state.length.fill_(1)  # nothing that lies behind a bound is left from the run before
         self.law.set(law, engine.target.output_weight.shape[0])
         self.eos.fill_(-1)
         self.eos[: len(engine.eos)].copy_(engine.eos)
@@ -685,7 +691,12 @@ class CudaGraphs:
                 current.wait_stream(self.stream)
                 with torch.cuda.graph(graph, pool=pool, stream=self.stream):
                     packed = make(static)
-        return graph.replay, packed
+
+        def replay() -> None:
+            with torch.cuda.device(self.device):
+                graph.replay()
+
+        return replay, packed
 
 
 def runner(engine: Engine, graphs: Graphs | None) -> Runner:

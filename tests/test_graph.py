@@ -53,6 +53,8 @@ def same(zoo: Any, inputs: Any, **options: Any) -> Any:
     assert ours.text == theirs.text and ours.finish_reason == theirs.finish_reason
     for name in ("accepted", "drafted", "agreed", "repaired", "repairs_accepted", "branches", "branches_accepted"):
         assert getattr(ours.stats, name) == getattr(theirs.stats, name), name
+    for arena in zoo.graphs.free:  # what is hidden must still be finite: nothing times NaN is NaN
+        assert all(bool(x.isfinite().all()) for x in capacity.leaves(arena.state))
     return ours
 
 
