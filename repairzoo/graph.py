@@ -364,9 +364,9 @@ class Arena:
         self.eos[: len(engine.eos)].copy_(engine.eos)
 
     def _forget(self) -> None:
+        self.pool = self.backend.new_pool()
         self.graphs.clear()
         self.views.clear()
-        self.pool = self.backend.new_pool()
 
     def view(self, rows: int) -> State:
         """The state of the leading rows."""
@@ -677,6 +677,7 @@ class CudaGraphs:
         self.stream: torch.cuda.Stream | None = None
 
     def new_pool(self) -> Any:
+        torch.cuda.synchronize(self.device)  # graphs that are dropped for it may still run
         return torch.cuda.graph_pool_handle()
 
     def capture(self, make: Make, static: list[Tensor], pool: Any, what: str) -> tuple[Callable[[], None], Tensor]:

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import pkgutil
 import re
@@ -119,7 +120,7 @@ def test_methods_import_the_core_and_never_each_other(path):
 
 def test_imports_sees_what_it_should():
     """The negative control of the two tests above."""
-    assert "repairzoo.errors.RepairZooError" in imports(PACKAGE / "cli.py")
+    assert "repairzoo.errors.RepairZooError" in imports(PACKAGE / "commands" / "shared.py")
     assert any(
         name.startswith("repairzoo.heads.dels.head") for name in imports(ROOT / "heads" / "dels" / "__init__.py")
     )
@@ -131,8 +132,10 @@ def test_every_module_imports():
         package = importlib.import_module(f"repairzoo.{kind}")
         names += [module.name for module in pkgutil.walk_packages(package.__path__, f"repairzoo.{kind}.")]
     assert {"repairzoo.cli", "repairzoo.heads.dels.naive", "repairzoo.backbones.dflash"} <= set(names)
+    fused = importlib.util.find_spec("triton") is not None  # it has wheels for Linux alone
     for name in names:
-        importlib.import_module(name)
+        if fused or not name.startswith("repairzoo.kernels."):
+            importlib.import_module(name)
 
 
 def test_no_module_hides_a_public_name():
