@@ -167,10 +167,6 @@ def located(backbone: Any, head: Any) -> tuple[Any, Any]:
     return place(backbone, "backbone"), place(head, "head")
 
 
-def check_names(backbone: Any, head: Any) -> None:
-    located(backbone, head)
-
-
 def _check_draft(backbone: Any, target: Target, where: str) -> None:
     """Hold a draft that states its target to the one in use; published drafts fit by shape (``bind``)."""
     published = getattr(getattr(backbone, "config", None), "published", None) or {}

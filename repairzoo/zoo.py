@@ -249,9 +249,10 @@ def build(
     """Put a target, a backbone and heads together.
 
     Args:
-        backbone: a registry name, a folder in a published format, or a module with the backbone protocol.
-        head: a registry name, names joined by ``+``, a folder, a module, or None / ``"none"``; several in a list.
-            An expander (CURE) comes last, and without ``tree`` or ``proposal="sampled"``.
+        backbone: a registry name, a folder in a published format, a Hub repository in one (``owner/name`` or
+            ``hf:owner/name@revision``), or a module with the backbone protocol.
+        head: a registry name, names joined by ``+``, a folder, a Hub repository, a module, or None / ``"none"``;
+            several in a list. An expander (CURE) comes last, and without ``tree`` or ``proposal="sampled"``.
         target: None (the default target), a Hub id, a folder, ``(model, tokenizer)``, or a ``Target``.
         device, dtype: of the target; None chooses (bfloat16 where the processor multiplies it natively).
         tree: None for a chain; a number of nodes for a best-first tree, or ``"best-first"`` for as many as the chain

@@ -225,6 +225,16 @@ def test_private_gated_and_missing_repositories_are_told_apart_and_the_token_is_
         assert TOKEN not in message
 
 
+def test_endpoint_and_proxy_are_the_hub_librarys_settings(hub, worker, versions, local):
+    """An endpoint that only the proxy can reach: the requests arrive at the proxy, for that host."""
+    repo_id, _, _ = versions
+    env = {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": hub.endpoint, "http_proxy": hub.endpoint}
+    assert worker.run("load", env, source=repo_id)["hash"] == digest(local["v2"])
+    kinds, message = worker.fail("load", {"HF_ENDPOINT": "http://127.0.0.1:9"}, source=repo_id)
+    assert "HubError" in kinds
+    assert "http://127.0.0.1:9" in message
+
+
 def test_secrets_are_cut_out_of_messages(worker, hub):
     """A password in the endpoint's address, as some mirrors have it, is in what the Hub library says."""
     endpoint = hub.endpoint.replace("http://", "http://me:pa55word@")

@@ -66,9 +66,10 @@ NOTHING_LOADS = [
     ({"head": "dels+nobody"}, UnknownName, "unknown head 'nobody'"),
     ({"head": "dels+"}, InvalidInput, "must not be empty"),
     ({"head": "./nowhere"}, InvalidArtifact, "no such folder"),
+    ({"head": "hf:owner"}, InvalidInput, "no Hub id"),
+    ({"head": "hf:owner/name@../x"}, InvalidInput, "no branch, tag or commit"),
     ({"tree": 0}, InvalidInput, "tree=0"),
     ({"tree": "widest"}, InvalidInput, "tree='widest'"),
-    ({"tune": "auto"}, InvalidInput, "tune='auto'"),
 ]
 
 
