@@ -13,11 +13,11 @@ from training_toys import END, TAPS, make_corpus, plan, read, target
 
 import repairzoo
 from repairzoo.errors import InvalidInput
+from repairzoo.prompt_file import read_prompts
 from repairzoo.train import corpus as module
 from repairzoo.train.corpus import (
     chat_ids,
     features_file,
-    load_prompts,
     plan_batches,
     read_corpus,
     write_corpus,
@@ -172,7 +172,7 @@ def test_line_separators_inside_a_prompt_split_no_line(tmp_path):
     rows = [{"prompt": "a\u2028b\u2029c\x85d", "source": "s"}, {"prompt": "e\nf", "source": "s"}]
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert load_prompts(path) == rows
+    assert read_prompts(path) == [{**row, "line": number} for number, row in enumerate(rows, 1)]
 
 
 @pytest.mark.parametrize("text", ['{"prompt": ""}', '{"text": "a"}', "[1]", "{", ""])
@@ -180,7 +180,7 @@ def test_bad_prompt_files_are_refused_by_line(tmp_path, text):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n' + text if text else "")
     with pytest.raises(InvalidInput, match="line 2" if text else "no prompts"):
-        load_prompts(path)
+        read_prompts(path)
 
 
 def test_every_prefix_of_the_batches_mixes_the_sources():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from repairzoo.errors import InvalidInput, UnknownName
+from repairzoo.prompt_file import read_prompts
 
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "aime25", "livecodebench", "mt-bench")
 DATASETS = "datasets:"
@@ -54,22 +54,7 @@ def load_suite(source: str, count: int | None = None) -> list[Prompt]:
 
 
 def _from_lines(path: Path, name: str) -> list[Prompt]:
-    if not path.is_file():
-        raise InvalidInput(f"suite {path}: there is no such file")
-    prompts = []
-    # not splitlines: it would cut at line separators that prompts may hold
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidInput(f"{path}, line {number}: not JSON ({error})") from error
-        text = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(text, str) or not text.strip():
-            raise InvalidInput(f"{path}, line {number}: give an object with a non-empty string 'prompt'")
-        prompts.append(Prompt(name, str(row.get("id", number)), text))
-    return prompts
+    return [Prompt(name, str(row.get("id", row["line"])), row["prompt"]) for row in read_prompts(path)]
 
 
 def _from_datasets(source: str, count: int | None) -> list[Prompt]:

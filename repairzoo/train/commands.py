@@ -13,9 +13,10 @@ import torch
 
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.load_parts import bound_backbone
+from repairzoo.prompt_file import read_prompts
 from repairzoo.target import Target
 from repairzoo.target_source import load_target
-from repairzoo.train.corpus import CorpusPlan, load_prompts, read_manifest, write_corpus
+from repairzoo.train.corpus import CorpusPlan, read_manifest, write_corpus
 from repairzoo.train.heads import refuse_other_run
 from repairzoo.train.recipe import Job, RunRecipe, method, read_recipe
 from repairzoo.train.trainer import train
@@ -23,7 +24,7 @@ from repairzoo.train.trainer import train
 
 def run_corpus(prompts: Path, out: Path, plan: CorpusPlan, target: str | None, dtype: str | None = None) -> None:
     """Answer prompts into a corpus folder; continues what is there."""
-    rows = load_prompts(prompts)  # before the target, which takes a while
+    rows = read_prompts(prompts)  # before the target, which takes a while
     write_corpus(load_target(target, dtype=dtype), rows, out, plan)
     shards = read_manifest(out)["shards"].values()
     answers, tokens = sum(s["answers"] for s in shards), sum(s["answer_tokens"] for s in shards)

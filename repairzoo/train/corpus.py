@@ -72,31 +72,6 @@ class CorpusPlan:
         return self.taps if self.features else ()
 
 
-def load_prompts(path: Path) -> list[dict[str, str]]:
-    """JSON lines with ``prompt`` and, if known, ``source``.
-
-    Raises:
-        InvalidInput: no such file, a line that is no JSON object with a prompt, or no line at all.
-    """
-    if not path.is_file():
-        raise InvalidInput(f"{path}: no such file; prompts are JSON lines with the keys 'prompt' and 'source'")
-    prompts = []
-    # split at newlines only: splitlines() would also cut at U+2028 inside a JSON string
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InvalidInput(f"{path}, line {number}: no JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
-            raise InvalidInput(f"{path}, line {number}: needs a non-empty string under the key 'prompt'")
-        prompts.append(row)
-    if not prompts:
-        raise InvalidInput(f"{path} holds no prompts")
-    return prompts
-
-
 def plan_batches(lengths: list[int], sources: list[str], plan: CorpusPlan) -> list[list[int]]:
     """Batches of prompt numbers: every batch of like lengths, every prefix of the batches a mix of all sources."""
     size = plan.batch // plan.answers
