@@ -105,7 +105,7 @@ def test_pool_equals_make_pool(seed, B, S, V, K, ties, excluded, block):
     assert bool((~equal | (ours.ids[..., 1:] > ours.ids[..., :-1])).all())
 
 
-def scenes(kind: str, seed: int, B: int, S: int, K: int, V: int = 13, **options):
+def scenes(kind: str, seed: int, B: int, S: int, K: int, V: int = 13, excluded: float = 0.0, **options):
     from round_toys import loud
 
     from repairzoo.block import DraftBlock
@@ -114,6 +114,9 @@ def scenes(kind: str, seed: int, B: int, S: int, K: int, V: int = 13, **options)
     row = torch.randn(B, 64, D, generator=g)
     embedding = torch.randn(V, D, generator=g)
     logits = 2 * torch.randn(B, S, V, generator=g)
+    if excluded:  # token 0 stays: a slot without any candidate is no slot
+        out = torch.rand(B, S, V, generator=g) < excluded
+        logits = logits.masked_fill(out & (torch.arange(V) > 0), float("-inf"))
     block = DraftBlock(
         torch.randn(B, S, D, generator=g), logits, torch.randint(V, (B,), generator=g), torch.full((B,), 70),
         row[:, -1], row, torch.ones(B, 64, dtype=torch.bool), embedding, embedding,
@@ -162,23 +165,24 @@ def check_walk(head, block, pool, tolerance: float) -> None:
 @interpreter
 @given(
     seed=seeds, B=st.integers(1, 2), S=st.integers(1, 5), K=st.integers(1, 9), candidates=st.integers(1, 9),
-    decision=st.sampled_from(["published", "identity_safe"]),
+    decision=st.sampled_from(["published", "identity_safe"]), excluded=st.sampled_from([0.0, 0.6]),
 )  # fmt: skip
 @few
-def test_lilicorr_walk_equals_step(seed, B, S, K, candidates, decision):
-    """Also a pool that is wider than what the head was trained on."""
-    check_walk(*scenes("lilicorr", seed, B, S, K, candidates=candidates, decision=decision), 1e-5)
+def test_lilicorr_walk_equals_step(seed, B, S, K, candidates, decision, excluded):
+    """Also a pool that is wider than what the head was trained on, and one with excluded tokens."""
+    options = {"candidates": candidates, "decision": decision, "excluded": excluded}
+    check_walk(*scenes("lilicorr", seed, B, S, K, **options), 1e-5)
 
 
 @interpreter
 @given(
     seed=seeds, B=st.integers(1, 2), S=st.integers(1, 5), K=st.integers(2, 9), heads=st.integers(1, 3),
-    e=st.sampled_from([1, 3, 17]), gate=st.sampled_from([1, 7, 70]),
+    e=st.sampled_from([1, 3, 17]), gate=st.sampled_from([1, 7, 70]), excluded=st.sampled_from([0.0, 0.6]),
 )  # fmt: skip
 @few
-def test_drelay_walk_equals_step(seed, B, S, K, heads, e, gate):
+def test_drelay_walk_equals_step(seed, B, S, K, heads, e, gate, excluded):
     """Prefix read, ranking, gate and renormalisation of every slot; widths that fill no tile."""
-    check_walk(*scenes("drelay", seed, B, S, K, width=heads * e, heads=heads, gate=gate), 2e-4)
+    check_walk(*scenes("drelay", seed, B, S, K, width=heads * e, heads=heads, gate=gate, excluded=excluded), 2e-4)
 
 
 @interpreter

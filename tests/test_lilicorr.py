@@ -396,6 +396,27 @@ def test_no_anchor_equals_zero_anchor_after_projection(seed):
     torch.testing.assert_close(head.prepare(block, pool)[0], before[0])
 
 
+@quick
+@given(seed=SEEDS, decision=st.sampled_from(["published", "identity_safe"]), lift=st.booleans())
+def test_excluded_candidates_are_never_chosen(seed, decision, lift):
+    """A draft that excludes tokens (minus infinity) leaves pools with fewer real candidates: no NaN, no gradient of
+    one, and no correction before the head brings an excluded token back."""
+    head, block = random_head(seed, decision=decision), random_block(seed, dtype=torch.float32)
+    keep = torch.rand(block.logits.shape, generator=torch.Generator().manual_seed(seed)).argsort(-1) < 2
+    block.logits = block.logits.masked_fill(~keep, float("-inf"))
+    pool = make_pool(block.logits, 4)
+    correctors = [Bigram(seed, V), head] if lift else [head]
+    tokens, _, seen = walk(block, correctors, pool)
+    scores = torch.stack(seen["scores"], 1)
+    assert not scores.isnan().any() and torch.equal(scores.isinf(), pool.log_probs.isinf())
+    assert keep.gather(-1, tokens[..., None]).all()
+    head.requires_grad_(True)
+    psi = torch.zeros_like(scores, requires_grad=True)
+    chosen = head.decide(psi, pool.log_probs, pool.log_probs, slice(0, 4))
+    chosen.masked_fill(chosen.isinf(), 0).sum().backward()
+    assert psi.grad is not None and psi.grad.isfinite().all()
+
+
 def test_new_head_is_no_dead_saddle():
     """Invariant 29: out and in vectors start away from zero, candidates differ, and a gradient reaches them."""
     head = LiLiCorr(random_head(0).config, torch.Generator().manual_seed(0))

@@ -267,7 +267,8 @@ class LiLiCorr(LearnedHead):
         With a slice of slots the second to last dimension runs over them.
         """
         if self.config.decision == "published":
-            return psi + (scores - log_probs)
+            # an excluded token stays excluded: what came before the head gave it cannot be told from minus infinity
+            return torch.where(log_probs == float("-inf"), log_probs, psi + (scores - log_probs))
         gamma = self.gamma[slot].to(scores.dtype)
         gamma = gamma[:, None] if isinstance(slot, slice) else gamma
         return scores + gamma * (psi - psi.mean(-1, keepdim=True))

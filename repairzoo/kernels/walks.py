@@ -38,8 +38,10 @@ def _lilicorr(
             centred = psi - tl.sum(tl.where(served, psi, 0.0)) / T
             new = tl.where(served, known + tl.load(gamma + slot) * centred, known)
         else:
-            new = psi + (known - tl.load(log_probs + at, mask=inside, other=0.0))
-            new = tl.where(served, new, float("-inf"))
+            own = tl.load(log_probs + at, mask=inside, other=0.0)
+            excluded = own == float("-inf")
+            new = psi + (known - tl.where(excluded, 0.0, own))
+            new = tl.where(served & (excluded == 0), new, float("-inf"))
         new = tl.where(new == known, known, new)
         rank = _argmax(tl.where(inside, new, float("-inf")), k, KP)
         tl.store(scores + at, new, mask=inside)
