@@ -2,7 +2,8 @@
 
 Nothing is taken from formulas of one architecture: one round of the given shapes is run, and every operation that it
 dispatches is counted. A product of ``[m, k]`` and ``[k, n]`` is ``2 m k n`` operations. Moved are operands and results
-of every operation, as if no cache held them: what a kernel that fuses some of them saves is not known here.
+of every operation, as if no cache held them: what a kernel that fuses some of them saves is not known here. The least
+that any kernels must move is what lay there before the round, weights, keys and values, once: floors are made of that.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Cost:
     Attributes:
         part: ``draft``, ``head`` or ``verify``. parameters, bytes: of its weights (borrowed ones are the target's).
         operations: multiplications and additions of its products. moved: bytes of operands and results.
+        least: bytes of what no stage of the round has made and this one reads, each once.
         seconds: measured, a round; None where nothing was measured.
     """
 
@@ -54,6 +56,7 @@ class Cost:
     bytes: int
     operations: int
     moved: int
+    least: int
     seconds: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,14 +67,21 @@ class Counter(TorchDispatchMode):
     """Counts what is dispatched inside it.
 
     Args:
+        after: the counter of the stage before: what was made in it does not count as lying there.
         weight_bytes: bytes of a number in the second operand of a product, where the real run rounds weights; None
             takes the tensor's own.
     """
 
-    def __init__(self, weight_bytes: int | None = None) -> None:
+    def __init__(self, after: Counter | None = None, *, weight_bytes: int | None = None) -> None:
         super().__init__()
-        self.operations = self.moved = 0
+        self.operations = self.moved = self._rows = 0
         self.weight_bytes = weight_bytes
+        self._made: set[int] = after._made if after else set()  # storages, by address
+        self._read: dict[int, int] = {}  # address of what lay there -> bytes of its widest view
+
+    @property
+    def least(self) -> int:
+        return self._rows + sum(self._read.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -88,15 +98,33 @@ class Counter(TorchDispatchMode):
             return out
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self._made.update(_storage(t) for t in outputs if not any(t is x for x in inputs))
         if name in _BY_ROWS:
-            moved = inputs[-1] if name.endswith("_") or name in ("index_copy", "scatter") else outputs[0]
-            self.moved += 2 * held(moved) + sum(held(t) for t in inputs[1:] if t is not moved)
+            writes = name.endswith("_") or name in ("index_copy", "scatter")
+            rows = inputs[-1] if writes else outputs[0]
+            if not writes and _storage(inputs[0]) not in self._made:
+                self._rows += held(rows)
+            self.moved += 2 * held(rows) + sum(held(t) for t in inputs[1:] if t is not rows)
+            self._see(inputs[1:])
             return out
         self.moved += sum(held(t) for t in (*inputs, *outputs))
-        if self.weight_bytes is not None and name in _PRODUCTS[:2]:
-            weight = inputs[-1]
-            self.moved -= held(weight) - weight.numel() * self.weight_bytes
+        rounded = inputs[-1] if self.weight_bytes is not None and name in _PRODUCTS[:2] else None
+        if rounded is not None:
+            self.moved -= held(rounded) - self._bytes(rounded, rounded)
+        self._see(inputs, rounded)
         return out
+
+    def _see(self, tensors: Iterable[Tensor], rounded: Tensor | None = None) -> None:
+        for t in tensors:
+            if _storage(t) not in self._made:
+                self._read[t.data_ptr()] = max(self._read.get(t.data_ptr(), 0), self._bytes(t, rounded))
+
+    def _bytes(self, tensor: Tensor, rounded: Tensor | None) -> int:
+        return tensor.numel() * (self.weight_bytes or 0) if tensor is rounded else held(tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def held(tensor: Tensor) -> int:
@@ -119,9 +147,8 @@ def costs(zoo: Any, *, context: int = 256, batch: int = 1) -> list[Cost]:
     """
     target, backbone = zoo.target, zoo.backbone
     request = make_request(target, [[0]] * batch, max_new_tokens=2, eos_token_id=[])
-    engine = zoo.engine(request)
-    if batch < 1 or not 1 <= context <= target.max_context - engine.slack:
-        raise InvalidInput(f"context={context}, batch={batch}: give 1 to {target.max_context - engine.slack}, and 1 up")
+    engine = replace(zoo.engine(request), kernels="torch")  # a fused kernel shows no operations
+    _check(target, context, batch, engine.slack)
     device, bound = target.device, context + engine.slack
     kv, cache = target.new_cache(batch, bound), backbone.new_cache(batch, bound, target.dtype, device)
     anchor = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -131,30 +158,60 @@ def costs(zoo: Any, *, context: int = 256, batch: int = 1) -> list[Cost]:
     features = torch.zeros(batch, committed, len(taps) * target.hidden_size, dtype=target.dtype, device=device)
     places = position[:, None] - committed + torch.arange(committed, device=device)
     int8 = getattr(backbone, "int8", False)
-    with _unpacked(zoo):
-        with Counter(1 if int8 else None) as draft:
+
+    def counted() -> tuple[Counter, Counter, Counter]:
+        with Counter(weight_bytes=1 if int8 else None) as draft:
             if taps:
                 backbone.extend(cache, features, places.clamp_min(0))
             block = backbone.draft(cache, anchor, position, bound)
-        with Counter() as head:
+        with Counter(draft) as head:
             tree, _, _ = propose(engine, block, torch.zeros_like(anchor))
-        entries = position[:, None] + torch.arange(tree.size, device=device)
-        mask = verify_mask(tree, position, bound)
-        with Counter() as verify:
+        with Counter(head) as between:
+            entries = position[:, None] + torch.arange(tree.size, device=device)
+            mask = verify_mask(tree, position, bound)
+        with Counter(between) as verify:
             hidden, _ = target.forward(tree.tokens, position[:, None] + tree.depths, entries, mask, kv, taps)
             target.logits(hidden)
-        with Counter() as step:
-            seen = torch.arange(bound, device=device)[None, None] <= position[:, None, None]
-            hidden, _ = target.forward(anchor[:, None], position[:, None], position[:, None], seen, kv)
-            target.logits(hidden)
+        return draft, head, verify
+
+    with _unpacked(target, backbone):
+        counted()  # heads make their tables once
+        draft, head, verify = counted()
     own = _parameters([backbone])
     weights = sum(p.numel() * (1 if int8 and p.dim() > 1 else p.element_size()) for p in own)
     return [
-        Cost("draft", sum(p.numel() for p in own), weights, draft.operations, draft.moved),
+        Cost("draft", sum(p.numel() for p in own), weights, draft.operations, draft.moved, draft.least),
         _cost("head", zoo.heads, head),
         _cost("verify", [target.model], verify),
-        _cost("step", [target.model], step),
+        plain_cost(target, context=context, batch=batch, bound=bound),
     ]
+
+
+@torch.no_grad()
+def plain_cost(target: Any, *, context: int = 256, batch: int = 1, bound: int | None = None) -> Cost:
+    """One step of plain decoding, part ``step``.
+
+    Args:
+        context: committed positions. batch: rows. bound: cache columns that attention reads; just those needed.
+
+    Raises:
+        InvalidInput: no room for a token after so much context.
+    """
+    _check(target, context, batch, 1)
+    bound = bound or context + 1
+    kv = target.new_cache(batch, bound)
+    anchor = torch.zeros(batch, dtype=torch.int64, device=target.device)
+    position = anchor + context
+    with _unpacked(target), Counter() as step:
+        seen = torch.arange(bound, device=target.device)[None, None] <= position[:, None, None]
+        hidden, _ = target.forward(anchor[:, None], position[:, None], position[:, None], seen, kv)
+        target.logits(hidden)
+    return _cost("step", [target.model], step)
+
+
+def _check(target: Any, context: int, batch: int, slack: int) -> None:
+    if batch < 1 or not 1 <= context <= target.max_context - slack:
+        raise InvalidInput(f"context={context}, batch={batch}: give 1 to {target.max_context - slack}, and 1 up")
 
 
 def measured(zoo: Any, table: list[Cost], prompt: Any, *, new_tokens: int = 48) -> list[Cost]:
@@ -187,13 +244,12 @@ def _parameters(modules: Iterable[Any]) -> list[Tensor]:
 def _cost(part: str, modules: Iterable[Any], counted: Counter) -> Cost:
     own = _parameters(modules)
     numbers, held_ = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
-    return Cost(part, numbers, held_, counted.operations, counted.moved)
+    return Cost(part, numbers, held_, counted.operations, counted.moved, counted.least)
 
 
 @contextmanager
-def _unpacked(zoo: Any) -> Iterator[None]:
+def _unpacked(target: Any, backbone: Any = None) -> Iterator[None]:
     """Products as plain ones for a while: packed weights hide their sizes. The numbers are the same."""
-    target, backbone = zoo.target, zoo.backbone
     layers = [p for layer in target._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     linears = [p for p in (*layers, target.output) if isinstance(p, Linear)]
     packed = [p.packed for p in linears]

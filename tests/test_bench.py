@@ -20,8 +20,9 @@ from repairzoo.bench.measure import Cell, Setting, judged, measure, plain_cell, 
 from repairzoo.bench.others import other, published_folder
 from repairzoo.bench.outcome import Outcome
 from repairzoo.bench.replay import replay
-from repairzoo.bench.roofline import draft_cost, floor, target_cost
+from repairzoo.bench.roofline import floor, round_cost
 from repairzoo.bench.suites import SUITES, Prompt, load_suite
+from repairzoo.costs import costs, plain_cost
 from repairzoo.errors import InvalidInput, UnknownName
 from repairzoo.target import Target
 
@@ -298,16 +299,15 @@ def test_suites_of_the_datasets_library(tmp_path):
         load_suite(f"datasets:{path}#train/answer")
 
 
-def test_costs_count_the_tensors(target, backbone):
-    weights = [p for n, p in target.model.named_parameters() if p.dim() > 1 and "embed_tokens" not in n]
-    numbers = sum(p.numel() for p in weights)
-    layers, kv = 3, 2 * 4
-    assert target_cost(target, 3, 10)[0] == 4 * numbers + 4 * layers * 2 * 10 * kv
-    assert target_cost(target, 3, 0)[1] == 2 * 3 * numbers
-    assert target_cost(target, 3, 0, batch=2) == [4 * numbers, 2 * target_cost(target, 3, 0)[1]]
-    backbone.bind(target.embedding, target.output_weight)
-    assert draft_cost(backbone)[0] >= 4 * target.output_weight.numel()
+def test_floors_come_from_what_info_counts(target, backbone):
+    """One counter (``costs``, held to counts by hand in its own tests) for the roofline and for ``repairzoo info``."""
+    zoo = repairzoo.build(backbone, head=dels(target), target=target)
+    counted = {c.part: [c.least, c.operations] for c in costs(zoo, context=10)}
+    assert round_cost(zoo, target, 10) == {part: counted[part] for part in ("draft", "head", "verify")}
+    step = plain_cost(target, context=10)
+    assert round_cost(None, target, 10) == {"step": [step.least, step.operations]}
     assert floor([100.0, 10.0], {"bytes_per_second": 50.0, "operations_per_second": 1.0}) == 10.0
+    assert floor([100.0, 10.0], {"bytes_per_second": 5.0, "operations_per_second": 1.0}) == 20.0
 
 
 def test_a_clock_gives_every_round_every_stage():

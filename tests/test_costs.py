@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import repairzoo
 from repairzoo.cli import app
 from repairzoo.commands import info
-from repairzoo.costs import Counter, costs, held, measured
+from repairzoo.costs import Counter, costs, held, measured, plain_cost
 from repairzoo.errors import InvalidInput
 
 
@@ -50,6 +50,43 @@ def test_views_and_rows_that_are_not_read_cost_nothing():
         F.embedding(rows, table)
     assert found.moved == 2 * 5 * 8 * 4 + 5 * 8
     assert held(torch.zeros(1).expand(100)) == 4
+
+
+def test_least_is_what_lay_there_once():
+    """Weights and rows that no stage has made, each once however often they are read; results are nobody's floor."""
+    x, w, table = torch.zeros(3, 8), torch.zeros(8, 8), torch.zeros(1000, 8)
+    with torch.no_grad(), Counter() as first:
+        y = F.linear(F.linear(x, w), w)
+        F.embedding(torch.zeros(5, dtype=torch.int64), table)
+    assert first.least == 4 * (3 * 8 + 8 * 8 + 5 * 8)
+    with torch.no_grad(), Counter(first) as second:
+        F.linear(y, w[:4])
+        w[:, :2].add_(1)
+    assert second.least == 4 * (4 * 8)  # the wider view holds the other
+    with torch.no_grad(), Counter(weight_bytes=1) as rounded:
+        F.linear(x, w)
+    assert rounded.least == 4 * 3 * 8 + 8 * 8
+
+
+@pytest.mark.parametrize("context", [16, 64])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_floors_are_weights_and_caches(context, batch):
+    z = zoo()
+    t, kv = z.target, 2 * 8
+    matrices = 4 * (sum(p.numel() for p in t.model.model.layers.parameters()) + t.output_weight.numel())
+    table = by_part(costs(z, context=context, batch=batch))
+    bound = context + z.backbone.slots + 2
+    for part, layers, weights in (
+        ("verify", t.num_layers, matrices),
+        ("step", t.num_layers, matrices),
+        ("draft", 1, 4 * (sum(p.numel() for p in z.backbone.parameters()) + t.output_weight.numel())),
+    ):
+        heads = kv if part != "draft" else 2 * 8
+        least = weights + 4 * batch * layers * bound * heads
+        few = 4 * batch * (2 * t.hidden_size * 5 + 64 * t.hidden_size + 200)  # rows of the embedding, features, history
+        assert least <= table[part].least <= least + few < table[part].moved + few
+    alone = plain_cost(t, context=context, batch=batch)
+    assert 0 < table["step"].least - alone.least < 4 * batch * t.num_layers * 6 * kv and table["head"].operations == 0
 
 
 @pytest.mark.parametrize("block", [3, 6])
@@ -120,6 +157,8 @@ def test_impossible_shapes_are_refused():
     for options in ({"context": 0}, {"context": 127}, {"batch": 0}):
         with pytest.raises(InvalidInput, match="give 1 to"):
             costs(zoo(), **options)
+    with pytest.raises(InvalidInput, match="give 1 to 127"):
+        plain_cost(zoo().target, context=128)
 
 
 def test_command(monkeypatch):
@@ -127,7 +166,7 @@ def test_command(monkeypatch):
     monkeypatch.setattr("repairzoo.zoo.build", lambda backbone, head, target: z)
     out = CliRunner().invoke(app, ["info", "dflash/none", "--context", "32", "--measure"])
     assert out.exit_code == 0, out.output
-    for word in ("verification", "bytes moved", "milliseconds", "32 positions"):
+    for word in ("verification", "bytes moved", "at least", "milliseconds", "32 positions"):
         assert word in out.output
     out = CliRunner().invoke(app, ["info", "dflash/none", "--context", "32", "--json"])
     said = json.loads(out.output)

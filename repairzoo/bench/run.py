@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from repairzoo.bench.machine import measured_rates, weights_hash
-from repairzoo.bench.matrix import CellSpec, cells_of
-from repairzoo.bench.measure import Cell, Setting, measure, plain_cell, zoo_cell
+from repairzoo.bench.matrix import CellSpec, cells_of, refuse_unbuildable, registry_name
+from repairzoo.bench.measure import Cell, Setting, measure, plain_cell, read_lines, zoo_cell
 from repairzoo.bench.others import OTHERS, other, published_folder
 from repairzoo.bench.overhead import overhead
 from repairzoo.bench.roofline import round_cost
 from repairzoo.bench.suites import SUITES, load_suite
 from repairzoo.errors import InvalidInput
 from repairzoo.inputs import prompt_ids
+from repairzoo.registry import unknown
 from repairzoo.target import Target
 
 Say = Callable[[str], None]
@@ -55,28 +56,55 @@ class Plan:
     rates: bool = True
     build: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        least = {"max_new_tokens": 1, "repeats": 1, "prefixes": 0, "oracle": 1, "overhead": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise InvalidInput(f"{name}={getattr(self, name)}: give at least {value}")
+        if not 0 <= self.seed < 2**62:
+            raise InvalidInput(f"seed={self.seed}: give a number from 0 to 2**62 - 1")
+        for name in self.others:
+            if name != "all" and name not in OTHERS:
+                raise unknown("other decoder", name, ["all", *OTHERS])
+        if not self.suites or not self.temperatures or not self.batches:
+            raise InvalidInput("a measurement needs suites, temperatures and batches: give at least one of each")
 
-def run(plan: Plan, target: Any, path: Path, say: Say = lambda line: None) -> None:
+
+def run(
+    plan: Plan,
+    target: Any,
+    path: Path,
+    say: Say = lambda line: None,
+    *,
+    device: Any = None,
+    dtype: Any = None,
+) -> None:
     """Measure a plan, or what a file lacks of it.
 
     Args:
-        target: as for ``build``.
+        target, device, dtype: as for ``build``.
         say: gets a line for each part of the plan that is left out, and why.
 
     Raises:
-        InvalidInput: nothing to measure, or a file that was begun with another plan.
+        InvalidInput: nothing to measure, or a file that was begun with another plan, or that is no raw file.
     """
     from repairzoo.zoo import as_target
 
-    prompts = [p for suite in plan.suites for p in load_suite(suite, plan.count)]
-    settings = [Setting(t, b) for t in plan.temperatures for b in plan.batches]
+    read_lines(path)  # a file of somebody else is refused before hours of work, and before it is written to
+    prompts = [p for suite in dict.fromkeys(plan.suites) for p in load_suite(suite, plan.count)]
+    settings = list(dict.fromkeys(Setting(t, b) for t in plan.temperatures for b in plan.batches))
+    named = registry_name(target)
     if plan.cells:
-        specs, missing = [CellSpec.parse(name) for name in plan.cells], []
+        specs, missing = list(dict.fromkeys(CellSpec.parse(name) for name in plan.cells)), []
+        refuse_unbuildable(specs, named)
     else:
-        specs, missing = cells_of(plan.backbones, plan.heads, plan.trees, plan.blocks, _name(target))
+        specs, missing = cells_of(plan.backbones, plan.heads, plan.trees, plan.blocks, named)
     for why in missing:
         say(f"left out: {why}")
-    verifier = as_target(target)
+    verifier = as_target(target, device, dtype)
+    rows = verifier.output_weight.shape[0]
+    if plan.oracle > rows:
+        raise InvalidInput(f"oracle={plan.oracle}: the target's vocabulary has {rows} tokens; give fewer candidates")
     with ExitStack() as stack:
         cells: list[Cell] = [plain_cell(verifier)] if plan.baseline else []
         zoos = {}
@@ -84,7 +112,7 @@ def run(plan: Plan, target: Any, path: Path, say: Say = lambda line: None) -> No
             zoos[spec.name] = spec.build(verifier, **plan.build)
             cells.append(zoo_cell(spec.name, zoos[spec.name]))
         cells += _others(plan, verifier, zoos, stack, say, missing)
-        context = 256
+        context = min(256, verifier.max_context // 2)
         beside = {}
         if plan.overhead and not path.exists():
             first = prompt_ids(verifier, prompts[0].text)[0]
@@ -110,15 +138,6 @@ def run(plan: Plan, target: Any, path: Path, say: Say = lambda line: None) -> No
             oracle=plan.oracle,
             manifest=manifest,
         )
-
-
-def _name(target: Any) -> str:
-    from repairzoo.registry import registry
-
-    if target is None:
-        return registry().default_target().name
-    entry = registry().target(target.name if isinstance(target, Target) else str(target))
-    return entry.name if entry is not None else ""
 
 
 def _others(

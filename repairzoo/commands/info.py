@@ -62,10 +62,12 @@ def _show_costs(name: str, target: str | None, context: int, batch: int, measure
         print_json({"backbone": backbone, "head": head, **where, "batch": batch, "parts": parts, "memory": plan})
         return
     print(f"{backbone} x {head} on {zoo.target.name}, {context} positions of context, {batch} row(s), a round:\n")
-    heads = ["part", "parameters", "bytes", "operations", "bytes moved"] + (["milliseconds"] if measure else [])
+    heads = ["part", "parameters", "bytes", "operations", "bytes moved", "at least"]
+    heads += ["milliseconds"] if measure else []
     lines = [heads]
     for cost in table:
-        cells = [_STAGES[cost.part], *map(_short, (cost.parameters, cost.bytes, cost.operations, cost.moved))]
+        counts = (cost.parameters, cost.bytes, cost.operations, cost.moved, cost.least)
+        cells = [_STAGES[cost.part], *map(_short, counts)]
         if measure:
             cells.append("" if cost.seconds is None else f"{1000 * cost.seconds:.1f}")
         lines.append(cells)
