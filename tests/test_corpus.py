@@ -3,6 +3,9 @@
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +157,51 @@ def test_a_pass_is_continued_only_as_it_was_begun(folder, change):
         make_corpus(folder, **change)
     with pytest.raises(InvalidInput, match="prompts_sha256"):
         make_corpus(folder, count=119)
+
+
+_PASS = """
+import sys, time
+from pathlib import Path
+import training_toys as toys
+from repairzoo.train import corpus
+folder, name, temperature = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+whole = corpus.answer
+
+def beside_another(*args):
+    (folder / f"{name}.here").touch()
+    until = time.monotonic() + 300
+    while len(list(folder.glob("*.here"))) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    return whole(*args)
+
+corpus.answer = beside_another
+toys.make_corpus(folder, 48, name=name, temperature=temperature, batch=12)
+"""
+
+
+def test_two_passes_at_once_are_both_in_the_manifest(tmp_path):
+    """Two processes in one folder, each of which has read the manifest before the other writes a shard into it."""
+    runs = [("cold", 0.0), ("warm", 1.0)]
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    words = [[sys.executable, "-c", _PASS, str(together), name, str(heat)] for name, heat in runs]
+    processes = [subprocess.Popen(w, cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True) for w in words]
+    said = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    for name, heat in runs[::-1]:
+        make_corpus(apart, 48, name=name, temperature=heat, batch=12)
+    for path in together.glob("*.here"):
+        path.unlink()
+    assert content(together) == content(apart)
+    assert len(json.loads((together / "manifest.json").read_text())["shards"]) == 8
+
+
+def test_a_pass_that_another_process_is_at_is_refused(tmp_path):
+    with module._alone(tmp_path, "pass-greedy", "the pass"):
+        with pytest.raises(InvalidInput, match="another process is at the pass 'greedy'"):
+            make_corpus(tmp_path, 12)
+        make_corpus(tmp_path, 12, name="beside")
+    make_corpus(tmp_path, 12)
+    assert read_corpus(tmp_path, ["greedy"])
 
 
 def test_too_long_prompts_are_skipped(tmp_path):

@@ -7,7 +7,8 @@ features, which the answering pass has computed anyway: training then never runs
     corpus/<pass>-<number>.tokens.safetensors     ids [N] int32, offsets [R+1] int64, prompt_lengths [R], prompts [R]
     corpus/<pass>-<number>.features.safetensors   features [N - R, F*D] bfloat16: none for the last token of an answer
 
-Interrupted runs resume at the first missing shard; what is there must have been made with the same options.
+Interrupted runs resume at the first missing shard; what is there must have been made with the same options. Runs of
+different passes may share a folder at the same time: each merges what it adds into the manifest, under a lock.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -164,8 +167,8 @@ def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, pl
     """Answer all prompts into ``folder``, shard by shard; shards that exist are kept. Too long prompts are skipped.
 
     Raises:
-        InvalidInput: a pass of this name was begun with other options, prompts or another target; a tap that the target
-            doesn't have; answers that can be longer than its context.
+        InvalidInput: a pass of this name was begun with other options, prompts or another target, or another process is
+            at it; a tap that the target doesn't have; answers that can be longer than its context.
     """
     wrong = [t for t in plan.stored if not -1 <= t < target.num_layers]
     if wrong:
@@ -180,13 +183,21 @@ def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, pl
     if not batches:
         raise InvalidInput(f"all {len(prompts)} prompts are longer than max_prompt_tokens={plan.max_prompt_tokens}")
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = _begin(target, folder, plan, prompts)
+    with _alone(folder, f"pass-{plan.name}", f"the pass {plan.name!r}"):
+        _write_pass(target, encoded, batches, folder, plan, _begin(target, folder, plan, prompts))
+
+
+def _write_pass(
+    target: Target, encoded: list[list[int]], batches: list[list[int]], folder: Path, plan: CorpusPlan, listed: set[str]
+) -> None:
+    """Answer the batches whose shards are missing; ``listed`` are those that the manifest knows."""
     total = sum(map(len, batches)) * plan.answers
     progress = tqdm(total=total, desc=f"corpus pass {plan.name!r}", unit="answer")
     for number, batch in enumerate(batches):
         stem = f"{plan.name}-{number:04d}"
         tokens_file = folder / f"{stem}.tokens.safetensors"
-        if not tokens_file.exists():
+        made = not tokens_file.exists()
+        if made:
             ids, features = answer(target, [encoded[i] for i in batch], plan, plan.seed * 100_003 + number)
             if plan.features:  # before the tokens: a shard is there when its tokens are
                 _save({"features": torch.cat(features)}, folder / f"{stem}.features.safetensors")
@@ -200,10 +211,9 @@ def write_corpus(target: Target, prompts: list[dict[str, str]], folder: Path, pl
                 },
                 tokens_file,
             )
-            manifest["shards"].pop(tokens_file.name, None)
-        if tokens_file.name not in manifest["shards"]:
-            manifest["shards"][tokens_file.name] = _describe(tokens_file)
-            _write_manifest(folder, manifest)
+        if made or tokens_file.name not in listed:
+            facts = _describe(tokens_file)
+            _update_manifest(folder, lambda m, name=tokens_file.name, facts=facts: m["shards"].update({name: facts}))
         progress.update(len(batch) * plan.answers)
     progress.close()
 
@@ -224,25 +234,55 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def _begin(target: Target, folder: Path, plan: CorpusPlan, prompts: list[dict[str, str]]) -> dict[str, Any]:
-    """The folder's manifest with this pass in it; refuses to continue what was begun otherwise."""
+def _begin(target: Target, folder: Path, plan: CorpusPlan, prompts: list[dict[str, str]]) -> set[str]:
+    """Put the pass into the folder's manifest; refuses to continue one begun otherwise. Gives the listed shards."""
     digest = hashlib.sha256("\n".join(row["prompt"] for row in prompts).encode()).hexdigest()
     options = json.loads(json.dumps({**asdict(plan), "prompts_sha256": digest, "prompts": len(prompts)}))
-    manifest = read_manifest(folder, missing_ok=True)
     identity = {"id": target.name, "revision": target.revision}
-    known = {key: manifest["target"].get(key) for key in identity} if manifest["target"] else identity
-    if known != identity:
-        raise InvalidInput(f"{folder} was answered by the target {known}, not by {identity}: give another folder")
-    begun = {"answers": 1} | manifest["passes"].get(plan.name, options)  # older manifests state one answer by silence
-    for key in options:
-        if begun.get(key) != options[key]:
-            raise InvalidInput(
-                f"{folder}: the pass {plan.name!r} was begun with {key}={begun.get(key)!r}, now {options[key]!r}; "
-                "continue it as it was begun, or give the pass another name"
-            )
-    manifest["target"] = {**identity, "source": target.source}
-    manifest["passes"][plan.name] = options
-    _write_manifest(folder, manifest)
+
+    def begin(manifest: dict[str, Any]) -> None:
+        known = {key: manifest["target"].get(key) for key in identity} if manifest["target"] else identity
+        if known != identity:
+            raise InvalidInput(f"{folder} was answered by the target {known}, not by {identity}: give another folder")
+        begun = {"answers": 1} | manifest["passes"].get(plan.name, options)  # older manifests say one answer by silence
+        for key in options:
+            if begun.get(key) != options[key]:
+                raise InvalidInput(
+                    f"{folder}: the pass {plan.name!r} was begun with {key}={begun.get(key)!r}, now {options[key]!r}; "
+                    "continue it as it was begun, or give the pass another name"
+                )
+        manifest["target"] = {**identity, "source": target.source}
+        manifest["passes"][plan.name] = options
+
+    return set(_update_manifest(folder, begin)["shards"])
+
+
+@contextmanager
+def _alone(folder: Path, name: str, what: str) -> Iterator[None]:
+    """Hold a lock of a corpus folder, or say who else does."""
+    lock = FileLock(folder / f".{name}.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InvalidInput(
+            f"{folder}: another process is at {what}; wait for it (this one then continues), or give another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _update_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Change the manifest as it is now: another run may have added to it since this one last looked."""
+    with FileLock(folder / ".manifest.lock"):
+        manifest = read_manifest(folder, missing_ok=True)
+        change(manifest)
+        for key in ("passes", "shards"):
+            manifest[key] = dict(sorted(manifest[key].items()))  # whichever run was first
+        temporary = folder / "manifest.partial"
+        temporary.write_text(json.dumps(manifest, indent=1) + "\n")
+        os.replace(temporary, folder / "manifest.json")
     return manifest
 
 
@@ -267,12 +307,6 @@ def _describe(shard: Path) -> dict[str, Any]:
         "answers": len(tensors["prompt_lengths"]),
         "answer_tokens": int(len(tensors["ids"]) - tensors["prompt_lengths"].sum()),
     }
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    temporary = folder / "manifest.partial"
-    temporary.write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(temporary, folder / "manifest.json")
 
 
 @torch.inference_mode()
