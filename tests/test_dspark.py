@@ -229,7 +229,7 @@ def test_losses_and_gradients_equal_the_reference(folder, name, detach):
     loss = known["losses"][name]
     weights = [loss[f"{key}_alpha"] for key in ("ce_loss", "l1_loss", "confidence_head")]
     objective = DSparkObjective(
-        backbone, tables(folder)[1], lambda ids: t["target_last_hidden"], *weights, loss["loss_decay_gamma"], detach
+        backbone, tables(folder)[1], lambda batch: t["target_last_hidden"], *weights, loss["loss_decay_gamma"], detach
     )
     terms = objective.terms(backbone, batch, 0.5)
     total = sum(above / below for above, below in terms.values())
@@ -255,7 +255,7 @@ def test_losses_and_gradients_equal_the_reference(folder, name, detach):
 def test_training_over_columns_and_the_verdict_on_slots():
     folder = "trained_rnn_b7"
     backbone, (batch, t) = draft(folder), golden_batch(folder)
-    teacher = lambda ids: t["target_last_hidden"]  # noqa: E731
+    teacher = lambda batch: t["target_last_hidden"]  # noqa: E731
     everything = DSparkObjective(backbone, tables(folder)[1], teacher)
     with torch.no_grad():
         full = everything.terms(backbone, batch, 0.0)

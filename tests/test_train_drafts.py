@@ -1,16 +1,19 @@
 """Domino and DSpark from a recipe, on the trunk of a DFlash: they begin as it drafts, learn, and load again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from training_toys import VOCAB, draft, make_corpus, target, write_recipe
+from training_toys import VOCAB, draft, make_corpus, read, target, write_recipe
 
 import repairzoo
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.train import commands
+from repairzoo.train.data import Batch, Corpus
 from repairzoo.train.recipe import method, read_recipe, read_section
+from repairzoo.train.teacher import teacher
 from repairzoo.train.trainer import estimated_tau, total_loss
 
 RUN = {"steps": 6, "batch": 4, "anchors": 4, "lr": 0.01, "eval_every": 3, "save_every": 3, "eval_sequences": 8}
@@ -85,12 +88,26 @@ def test_training_begins_with_the_trunk_and_the_loss_falls(kind, folder, trunk, 
 
 def test_a_dspark_is_taught_the_targets_law():
     """The label's law is the target's at the position before it."""
-    module = method("dspark", "backbones")
     ids = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
-    states = module.last_hidden(target())(ids)
+    some = torch.zeros(2, 7, 0)
+    states = teacher(target())(Batch(ids, ids > 0, some, ids[:, :1], ids[:, :1] > 0))
     with torch.no_grad():
         expected = target().model(ids).logits
     torch.testing.assert_close(states @ target().output_weight.T, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_targets_law_is_read_from_the_corpus_where_it_is_stored(tmp_path, folder):
+    """Reading the texts again would cost more than training a small draft on them."""
+    last = target().num_layers - 1
+    corpus, plain = read(folder, last=last), read(folder)
+    batch = corpus.training_batch(0, 4, 4, seed=0)
+    assert batch.last is not None and torch.equal(batch.features, plain.training_batch(0, 4, 4, seed=0).features)
+    places = batch.last.any(-1)
+    assert places.sum() > 20
+    stored, read_again = (teacher(target())(b)[places] for b in (batch, replace(batch, last=None)))
+    torch.testing.assert_close(stored, read_again, atol=2e-2, rtol=2e-2)  # stored in bfloat16
+    without = make_corpus(tmp_path, taps=(0, 1))
+    assert Corpus([folder, without], (0, 1), target().hidden_size, last=last).training_batch(0, 4, 4, 0).last is None
 
 
 @pytest.mark.parametrize("kind", RECIPES)

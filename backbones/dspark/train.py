@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from repairzoo.train.data import Batch, prefix
 from repairzoo.train.drafts import draft_job, first_trunk
 from repairzoo.train.losses import decay_weights, place_in
 from repairzoo.train.recipe import Job, RunRecipe, read_section
+from repairzoo.train.teacher import Teacher, teacher
 from repairzoo.train.trainer import Terms
 
 from .backbone import DSpark
@@ -34,7 +34,7 @@ class DSparkObjective:
 
     Attributes:
         module: the backbone. output_weight: ``[V, D]`` frozen output head.
-        teacher: ``input_ids [B, T]`` -> the target's states ``[B, T, D]`` after its final norm.
+        teacher: see :func:`repairzoo.train.teacher.teacher`.
         ce, l1, confidence: weights of the terms (0.1, 0.9 and 1 in the paper).
         gamma: slot decay of the loss, counted from the first slot; None for none.
         detach: let the confidence term train its head alone, not what that reads (speculators#848); the reference lets
@@ -44,7 +44,7 @@ class DSparkObjective:
 
     module: DSpark
     output_weight: Tensor
-    teacher: Callable[[Tensor], Tensor]
+    teacher: Teacher
     ce: float = 0.1
     l1: float = 0.9
     confidence: float = 1.0
@@ -103,7 +103,7 @@ class DSparkObjective:
     def _target_rows(self, batch: Batch, rows: tuple[Tensor, ...]) -> Tensor:
         """The target's states ``[M, D]`` that predict the labels of ``rows``: at the position before each."""
         text, block, slot = rows
-        return self.teacher(batch.input_ids)[text, batch.anchors[text, block] + slot]
+        return self.teacher(batch)[text, batch.anchors[text, block] + slot]
 
     def _sums(
         self, hidden: Tensor, y: Tensor | None, true: Tensor, places: Tensor, weights: Tensor, judged: Tensor | None
@@ -175,7 +175,7 @@ def plan(
     backbone: Any = None,
     passes: tuple[str, ...] | None = None,
 ) -> Job:
-    """A DSpark on the trunk of the draft in ``init``; the target reads every batch once more for its law.
+    """A DSpark on the trunk of the draft in ``init``.
 
     Raises:
         InvalidInput: no ``init``, or a key of the recipe. IncompatibleArtifact: ``init`` does not fit.
@@ -188,7 +188,7 @@ def plan(
 
     def objective(draft: Any, columns: Tensor | None) -> DSparkObjective:
         weights = (stated.ce, stated.l1, stated.confidence, stated.gamma, stated.detach)
-        return DSparkObjective(draft, target.output_weight, last_hidden(target), *weights, columns)
+        return DSparkObjective(draft, target.output_weight, teacher(target), *weights, columns)
 
     return draft_job(
         recipe,
@@ -202,14 +202,5 @@ def plan(
         least_count=stated.least_count,
         text_from=stated.text_from,
         passes=passes,
+        taught=True,
     )
-
-
-def last_hidden(target: Target) -> Callable[[Tensor], Tensor]:
-    """``input_ids [B, T]``, padded on the right -> states ``[B, T, D]`` after the target's final norm."""
-
-    @torch.no_grad()
-    def read(input_ids: Tensor) -> Tensor:
-        return target.model.model(input_ids=input_ids, use_cache=False).last_hidden_state
-
-    return read

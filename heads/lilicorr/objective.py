@@ -168,5 +168,5 @@ def plan(
 
     return pool_job(
         recipe, target, folders, backbone, head_type=LiLiCorr, stored=stored, model=model, objective=objective,
-        make=make, prepare=prepare, init=init, passes=passes, control=control,
+        make=make, prepare=prepare, init=init, passes=passes, control=control, taught=objective.penalty > 0,
     )  # fmt: skip

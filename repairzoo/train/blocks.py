@@ -14,6 +14,7 @@ from repairzoo.block import HISTORY, DraftBlock, Pool, make_pool
 from repairzoo.errors import InvalidInput
 from repairzoo.target import Target
 from repairzoo.train.data import Batch, prefix
+from repairzoo.train.teacher import teacher
 
 _CHUNK = 512  # rows whose logits over the whole vocabulary are alive at once
 
@@ -127,14 +128,10 @@ def after_labels(corrector: Any, block: DraftBlock, pool: Pool, labels: Tensor) 
 
 @torch.no_grad()
 def target_scores(target: Target, batch: Batch, blocks: PoolBlocks) -> Tensor:
-    """The target's own logits ``[N, S, K]`` of every candidate after the true tokens; one pass over the texts."""
-    b, t = batch.input_ids.shape
-    cache = target.new_cache(b, t)
-    steps = torch.arange(t, device=batch.input_ids.device)
-    places, causal = steps.expand(b, t), (steps <= steps[:, None]).expand(b, t, t)
-    hidden, _ = target.forward(batch.input_ids, places, places, causal, cache)
-    slots = blocks.labels.shape[1]
-    at = (blocks.positions[:, None] + torch.arange(slots, device=steps.device)).clamp_max(t - 1)  # the token before
+    """The target's own logits ``[N, S, K]`` of every candidate after the true tokens."""
+    hidden = teacher(target)(batch)
+    steps = torch.arange(blocks.labels.shape[1], device=hidden.device)
+    at = (blocks.positions[:, None] + steps).clamp_max(hidden.shape[1] - 1)  # the token before
     rows = hidden[blocks.rows[:, None], at]  # [N, S, D]
     weight = F.embedding(blocks.pool.ids, target.output_weight)  # [N, S, K, D]
     return (weight.float() @ rows[..., None].float())[..., 0]

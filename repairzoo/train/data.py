@@ -29,6 +29,8 @@ class Batch:
         input_ids: ``[B, T]`` int64, padded with 0. loss_mask: ``[B, T]`` bool, True on answer tokens.
         features: ``[B, T, F*D]`` target features; zero where there are none (the last token, padding).
         anchors: ``[B, N]`` int64 positions. keep: ``[B, N]`` bool, False where a sequence has fewer anchors.
+        last: ``[B, T, D]`` output of the target's last layer, before the final norm, zero where ``features`` are; None
+            where it was not asked for or is not stored.
     """
 
     input_ids: Tensor
@@ -36,9 +38,11 @@ class Batch:
     features: Tensor
     anchors: Tensor
     keep: Tensor
+    last: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, name).to(device) for name in Batch.__slots__))
+        values = (getattr(self, name) for name in Batch.__slots__)
+        return Batch(*(None if value is None else value.to(device) for value in values))
 
     def labels(self, slots: int) -> tuple[Tensor, Tensor]:
         """Tokens ``[B, N, S]`` after each anchor, and where they are supervised (answer tokens of kept anchors)."""
@@ -69,6 +73,8 @@ class Corpus:
         held_out: one in how many prompts. passes: names of the passes to read; None for all.
         text_from: train on the prompts' own text too, from this token on (past the fixed beginning of a chat template):
             their features are stored anyway. None: on answers only. Held-out figures always count answers only.
+        last: the target's last layer, for objectives that learn the target's law: batches carry its output where every
+            pass stores it, and the target need not read the texts again.
     """
 
     folders: list[Path]
@@ -77,9 +83,10 @@ class Corpus:
     held_out: int = 40
     passes: tuple[str, ...] | None = None
     text_from: int | None = None
+    last: int | None = None
     train: list[Sequence] = field(init=False)
     held: list[Sequence] = field(init=False)
-    _columns: dict[tuple[Path, str], Tensor] = field(init=False, default_factory=dict)
+    _columns: dict[tuple[Path, str, tuple[int, ...]], Tensor] = field(init=False, default_factory=dict)
     _open: dict[Path, object] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,6 +100,9 @@ class Corpus:
             raise InvalidInput(
                 f"{len(sequences)} answers in {places} are too few to hold one prompt in {self.held_out} out"
             )
+        passes = {_pass_of(s) for s in sequences}
+        if self.last is not None and not all(self.last in _stored(*place) for place in passes):
+            self.last = None
 
     def _is_held(self, sequence: Sequence) -> bool:
         digest = hashlib.sha256(sequence.ids[: sequence.prompt].numpy().tobytes()).digest()
@@ -109,31 +119,32 @@ class Corpus:
             content.update(s.prompt.to_bytes(4, "big") + s.ids.numpy().tobytes())
         return content.hexdigest()
 
-    def features(self, sequence: Sequence) -> Tensor:
-        """``[T-1, F*D]`` bfloat16 features of the wanted layers, in the wanted order."""
-        if not self.taps:
+    def features(self, sequence: Sequence, taps: tuple[int, ...] | None = None) -> Tensor:
+        """``[T-1, F*D]`` bfloat16 features of the wanted layers (``self.taps``), in the wanted order."""
+        taps = self.taps if taps is None else taps
+        if not taps:
             return torch.zeros(len(sequence) - 1, 0, dtype=torch.bfloat16)
         path = features_file(sequence.shard)
         if path not in self._open:
             if not path.exists():
                 raise InvalidInput(f"{path} is missing; compute it with: repairzoo train features {path.parent}")
             self._open[path] = safe_open(path, "pt").get_slice("features")  # pyright: ignore
-        place = (path.parent, sequence.shard.name.rsplit("-", 1)[0])
+        place = (*_pass_of(sequence), taps)
         if place not in self._columns:
             self._columns[place] = self._select(*place)
         rows = self._open[path][sequence.start : sequence.start + len(sequence) - 1]  # type: ignore[index]
         return rows[:, self._columns[place]]
 
-    def _select(self, folder: Path, name: str) -> Tensor:
+    def _select(self, folder: Path, name: str, taps: tuple[int, ...]) -> Tensor:
         """Columns of the wanted layers among the stored ones, which may differ between passes."""
-        stored = json.loads((folder / "manifest.json").read_text())["passes"][name]["taps"]
-        missing = [t for t in self.taps if t not in stored]
+        stored = _stored(folder, name)
+        missing = [t for t in taps if t not in stored]
         if missing:
             raise InvalidInput(
                 f"{folder}, pass {name!r}, stores the layers {stored}, not {missing}: answer it again with these taps"
             )
         width = torch.arange(self.hidden_size)
-        return torch.cat([stored.index(t) * self.hidden_size + width for t in self.taps])
+        return torch.cat([stored.index(t) * self.hidden_size + width for t in taps])
 
     def batch(self, sequences: SequenceOf[Sequence], anchors: int, seeds: SequenceOf[int]) -> Batch:
         """Assemble sequences with up to ``anchors`` random anchors each; an anchor and its successor are answer tokens.
@@ -146,18 +157,21 @@ class Corpus:
         ids = torch.zeros(rows, length, dtype=torch.int64)
         mask = torch.zeros(rows, length, dtype=torch.bool)
         features = torch.zeros(rows, length, len(self.taps) * self.hidden_size, dtype=torch.bfloat16)
+        last = None if self.last is None else torch.zeros(rows, length, self.hidden_size, dtype=torch.bfloat16)
         places = torch.zeros(rows, anchors, dtype=torch.int64)
         keep = torch.zeros(rows, anchors, dtype=torch.bool)
         for row, (s, seed) in enumerate(zip(sequences, seeds, strict=True)):
             ids[row, : len(s)] = s.ids
             mask[row, s.prompt : len(s)] = True
             features[row, : len(s) - 1] = self.features(s)
+            if last is not None and self.last is not None:
+                last[row, : len(s) - 1] = self.features(s, (self.last,))
             choices = len(s) - 1 - s.prompt  # anchors prompt .. T-2
             generator = torch.Generator().manual_seed(seed)
             picked = torch.randperm(choices, generator=generator)[:anchors] + s.prompt
             places[row, : len(picked)] = picked
             keep[row, : len(picked)] = True
-        return Batch(ids, mask, features, places, keep)
+        return Batch(ids, mask, features, places, keep, last)
 
     def training_batch(self, step: int, size: int, anchors: int, seed: int, rank: int = 0, world: int = 1) -> Batch:
         """The rows ``rank, rank + world, ...`` of a step's batch of ``size`` answers; epochs follow without end."""
@@ -197,3 +211,13 @@ class Corpus:
     def columns(self, vocab_size: int, least: int = 1) -> Tensor:
         """Vocabulary ids that occur at least ``least`` times in training answers: the loss needs no other rows."""
         return (self.counts(vocab_size) >= least).nonzero()[:, 0]
+
+
+def _pass_of(sequence: Sequence) -> tuple[Path, str]:
+    """Corpus folder and pass of an answer."""
+    return sequence.shard.parent, sequence.shard.name.rsplit("-", 1)[0]
+
+
+def _stored(folder: Path, name: str) -> list[int]:
+    """Layers whose features a pass stores."""
+    return json.loads((folder / "manifest.json").read_text())["passes"][name]["taps"]

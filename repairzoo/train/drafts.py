@@ -66,6 +66,7 @@ def draft_job(
     least_count: int | None,
     text_from: int | None,
     passes: tuple[str, ...] | None,
+    taught: bool = False,
 ) -> Job:
     """The job of a draft that inherits from ``found``.
 
@@ -74,10 +75,12 @@ def draft_job(
         facts: the recipe's sections, for the log.
         least_count: the softmax runs over ids that occur so often in training answers; None for all.
         text_from: train on the prompts' own text from this token on; None for answers alone.
+        taught: the objective asks for the target's law.
     """
     draft = make()
     config: DraftConfig = draft.config
-    corpus = Corpus(folders, config.target_layer_ids, target.hidden_size, passes=passes, text_from=text_from)
+    last = target.num_layers - 1 if taught else None
+    corpus = Corpus(folders, config.target_layer_ids, target.hidden_size, passes=passes, text_from=text_from, last=last)
     inherit(draft, found, init)
     draft.bind(target.embedding, target.output_weight, num_layers=target.num_layers, output=target.output)
     columns = None

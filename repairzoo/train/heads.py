@@ -116,6 +116,7 @@ def pool_job(
     init: Path | None = None,
     passes: tuple[str, ...] | None = None,
     control: bool = False,
+    taught: bool = False,
 ) -> Job:
     """The job of a head on a bound backbone.
 
@@ -123,9 +124,11 @@ def pool_job(
         stored: the artifact's config; training is in float32. model, objective: the recipe's sections.
         make: head and columns -> objective (with ``diagnose``). prepare: called on the head before (ablations).
         control: the same answers, anchors and steps for the backbone without the head; the artifact is the backbone.
+        taught: the objective asks for the target's law.
     """
     assert stored.tapped_layers is not None
-    corpus = Corpus(folders, stored.tapped_layers, target.hidden_size, passes=passes)
+    last = target.num_layers - 1 if taught else None
+    corpus = Corpus(folders, stored.tapped_layers, target.hidden_size, passes=passes, last=last)
     new: Any = head_type
     head = new(replace(stored, dtype="float32"), torch.Generator().manual_seed(recipe.run.seed))
     new_or_from(head, init)
@@ -164,8 +167,13 @@ def refuse_other_run(folder: Path, facts: dict[str, Any]) -> None:
     path = folder / "log.jsonl"
     if not (folder / "checkpoint.safetensors").exists() or not path.exists():
         return
-    with open(path) as log:
-        first = json.loads(log.readline() or "{}")
+    with open(path, encoding="utf-8") as log:
+        try:
+            first = json.loads(log.readline() or "{}")
+        except ValueError:
+            first = None
+    if not isinstance(first, dict):
+        raise InvalidInput(f"{path}: its first line does not say what run this is; begin another folder")
     here = json.loads(json.dumps(facts))
     for section in ("kind", "model", "objective", "control"):
         before, now = first.get(section), here.get(section)
