@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -17,7 +19,7 @@ from repairzoo.commands.list import list_names
 from repairzoo.commands.pull import pull
 from repairzoo.commands.push import push
 from repairzoo.commands.report import report
-from repairzoo.commands.train import train
+from repairzoo.train.cli import app as train
 
 app = typer.Typer(
     help="Repair heads for block-parallel speculative decoding: the same text, in fewer passes of the target.",
@@ -29,9 +31,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command("list")(list_names)
 app.command("info")(show_info)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})(train)
-
-
+app.add_typer(train, name="train")
 app.command()(push)
 app.command()(pull)
 
@@ -45,6 +45,9 @@ app.command()(doctor)
 
 def main() -> None:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or pipe that has no τ shows its number
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 

@@ -27,7 +27,7 @@ from repairzoo import statement
 from repairzoo.artifact import config_hash, fingerprint, read_config, tensors_hash
 from repairzoo.draft_files import CONFIG, WEIGHTS, read_all, write_weights
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
-from repairzoo.registry import registry
+from repairzoo.registry import registry, unknown
 from repairzoo.resolve import LAYOUTS, Packaging, resolve, resolve_config
 from repairzoo.safe_file import read_json, replacing, write_safetensors
 from repairzoo.speculators import DOMINO_PREFIX, MAPS, NEST, VERIFIER, is_speculators, native, packed
@@ -114,12 +114,12 @@ def convert(
         options: what a published head does not state (``alpha``, ``unigram``, ``pool_size`` ...).
 
     Raises:
-        InvalidInput: an unknown format, a destination that exists, an option that is missing or unknown.
+        UnknownName: an unknown format. InvalidInput: a destination that exists, an option that is missing or unknown.
         InvalidArtifact, IncompatibleArtifact: the source is damaged or does not fit; names the key, the file, the fix.
     """
     source, destination = Path(source).expanduser(), Path(destination).expanduser()
     if to.lower() not in FORMATS:
-        raise InvalidInput(f"to={to!r}: choose from {', '.join(FORMATS.values())}")
+        raise unknown("format", to, FORMATS.values())
     to = FORMATS[to.lower()]
     if part not in (None, "backbone", "head"):
         raise InvalidInput(f"part={part!r}: give 'backbone' or 'head'")

@@ -160,6 +160,8 @@ def diagnose(
         )
     if new_tokens < backbone.block_size + 2:
         raise InvalidInput(f"new_tokens={new_tokens}: give at least block_size + 2 = {backbone.block_size + 2}")
+    if blocks < 1:
+        raise InvalidInput(f"blocks={blocks}: give at least 1 place to measure at")
     rounds: list[list[int]] | None = None
     request = make_request(target, _prompts(target, prompts) if texts is None else [[0]], max_new_tokens=new_tokens,
                            eos_token_id=[])  # fmt: skip

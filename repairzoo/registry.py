@@ -171,8 +171,8 @@ class Registry:
 def unknown(kind: str, name: str, names: Iterable[str]) -> UnknownName:
     """The error for a name that does not exist: the nearest one, and all."""
     names = list(names)
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = difflib.get_close_matches(name.lower(), [n.lower() for n in names], n=1, cutoff=0.5)
+    hint = f"did you mean {next(n for n in names if n.lower() == near[0])!r}? " if near else ""
     return UnknownName(f"unknown {kind} {name!r}: {hint}choose from {', '.join(names) or 'nothing'}")
 
 

@@ -14,7 +14,7 @@ import repairzoo
 from repairzoo.bench.cost_curve import CostCurve, measure_cost_curve
 from repairzoo.bench.replay import Replayed
 from repairzoo.bench.suites import Prompt
-from repairzoo.bench.tune import Calibration, autotune, calibration_path, load, predicted, save
+from repairzoo.bench.tune import Calibration, autotune, calibration_path, load, place_of, predicted, save
 from repairzoo.errors import InvalidArtifact, InvalidInput
 from repairzoo.target import Target
 
@@ -100,7 +100,7 @@ def test_build_takes_the_fastest_that_agrees_with_what_is_given(found, target, f
     monkeypatch.setenv("REPAIRZOO_CACHE", str(tmp_path))
     with pytest.raises(InvalidInput, match="autotune"):
         repairzoo.build(folder, target=target, tune="auto")
-    place = save(found, calibration_path(target))
+    place = save(found, calibration_path(place_of(target)))
     assert place.is_relative_to(tmp_path)
     zoo = repairzoo.build(folder, target=target, tune="auto")
     best = found.chosen.spec

@@ -131,8 +131,8 @@ def test_generate_shows_repairs(options, tmp_path):
     assert text.startswith("<!doctype html>") and "hello" in text and "slot 0" in text
     found = invoke("generate", "hello", "--raw", "--max-new-tokens", 24, "--html", page, "--json", *options)
     assert json.loads(found.stdout)["text"] + "\n" == plain
-    wrong = invoke("generate", "hello", "--html", tmp_path / "no" / "page.html", *options)
-    assert wrong.exit_code == 2 and "there is no folder" in wrong.stderr
+    wrong = invoke("generate", "hello", "--html", page / "page.html", *options)
+    assert wrong.exit_code == 2 and "is a file, not a folder" in wrong.stderr
     both = invoke("generate", "hello", "--compare", "--show-repairs", *options)
     assert both.exit_code == 2 and "--compare times the rounds" in both.stderr
 

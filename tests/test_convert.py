@@ -18,7 +18,7 @@ from repairzoo import convert as module
 from repairzoo.artifact import tensors_hash
 from repairzoo.cli import app
 from repairzoo.convert import convert
-from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
+from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput, UnknownName
 from repairzoo.load_parts import bound_backbone
 from repairzoo.resolve import resolve
 from repairzoo.safe_file import read_header
@@ -246,8 +246,8 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     with pytest.raises(InvalidInput, match="exists"):
         convert(source, tmp_path / "there", target_id="x/y")
-    with pytest.raises(InvalidInput, match="choose from"):
-        convert(source, tmp_path / "out", to="gguf")
+    with pytest.raises(UnknownName, match=r"did you mean 'DeepSpec'.*SpecForge"):
+        convert(source, tmp_path / "out", to="deepspek")
     with pytest.raises(InvalidInput, match="DeepSpec"):
         convert(draft("dspark/trained_gated_b7"), tmp_path / "out", to="z-lab", target_id="x/y")
     with pytest.raises(InvalidArtifact, match="no such"):

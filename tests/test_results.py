@@ -83,7 +83,7 @@ def test_a_run_killed_inside_a_line_measures_that_cell_again(tmp_path: Path) -> 
     path.write_text(whole + json.dumps(row("other", [2], 1.0))[:30])
     manifest, rows = read_lines(path)
     assert manifest == {} and [key_of(r) for r in rows] == [("s", "0", "dflash", 0, 0.0, 1)]
-    assert path.read_text() == whole
+    assert path.read_text() != whole  # reading changes nothing; the run that goes on cuts it (test_bench)
 
 
 def measured_pairs():

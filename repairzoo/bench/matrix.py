@@ -14,6 +14,7 @@ from typing import Any
 
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.registry import HUB_PREFIX, registry
+from repairzoo.target import Target
 
 _OPTION = re.compile(r"tree(\d*)|block(\d+)|sampled")
 
@@ -34,6 +35,14 @@ class CellSpec:
     tree: int | str | None = None
     block: int | None = None
     sampled: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tree, int) and self.tree < 1:
+            raise InvalidInput(f"cell {self.name!r}: a tree has at least 1 node")
+        if self.block is not None and self.block < 2:
+            raise InvalidInput(f"cell {self.name!r}: a block has at least 2 rows, the anchor included")
+        if self.sampled and self.tree is not None:
+            raise InvalidInput(f"cell {self.name!r}: a tree is proposed deterministically; leave one of them out")
 
     @property
     def name(self) -> str:
@@ -118,7 +127,24 @@ def cells_of(
     return list(dict.fromkeys(cells)), list(missing)
 
 
+def refuse_unbuildable(specs: Sequence[CellSpec], target: str) -> None:
+    """Raise now, before a target is loaded, for a cell that cannot be built: ``InvalidInput`` or ``UnknownName``."""
+    for spec in specs:
+        why = _lacking(spec, target)
+        if why is not None:
+            raise InvalidInput(f"cell {spec.name!r} cannot be built: {why}")
+
+
+def registry_name(target: Any) -> str:
+    """The registry name of a target that is named, loaded, or the default (None); empty for any other."""
+    if target is None:
+        return registry().default_target().name
+    entry = registry().target(target.name if isinstance(target, Target) else str(target))
+    return entry.name if entry is not None else ""
+
+
 def _lacking(spec: CellSpec, target: str) -> str | None:
+    """Why a cell cannot be built, if it cannot."""
     known = registry()
     parts = _registered(spec)
     if spec.tree is not None and any(known.get("head", part).weightless for part in parts):
@@ -128,9 +154,11 @@ def _lacking(spec: CellSpec, target: str) -> str | None:
     weighted = [part for part in parts if part != "none" and not known.get("head", part).weightless]
     for head in weighted or ["none"]:
         try:
-            known.pair(spec.backbone, head, target)
+            found = target and known.pair(spec.backbone, head, target)
         except IncompatibleArtifact:
-            return f"{spec.backbone} x {head}: no weights for {target}"
+            found = None
+        if not found:
+            return f"{spec.backbone} x {head}: no weights for {target or 'a target that the registry does not know'}"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,15 @@ TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2.0**-5, torch.
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all cells share in a comparison."""
+    """What all cells share in a comparison. Raises ``InvalidInput`` for a temperature or a batch that cannot be."""
 
     temperature: float = 0.0
     batch: int = 1
+
+    def __post_init__(self) -> None:
+        Law(self.temperature)
+        if self.batch < 1:
+            raise InvalidInput(f"batch={self.batch}: give at least one row")
 
 
 @dataclass(slots=True)
@@ -142,10 +148,12 @@ def measure(
     Raises:
         InvalidInput: equal cell names, or a file that was begun with other options.
     """
-    if len({cell.name for cell in cells}) != len(cells):
-        raise InvalidInput("cells need different names")
-    if not prompts or repeats < 1 or any(s.batch < 1 for s in settings):
-        raise InvalidInput("a measurement needs prompts, at least one repeat and batches of at least one row")
+    if twice := [name for name, n in Counter(cell.name for cell in cells).items() if n > 1]:
+        raise InvalidInput(f"two cells have the name {twice[0]!r}: leave one out")
+    if twice := [key for key, n in Counter((p.suite, p.id) for p in prompts).items() if n > 1]:
+        raise InvalidInput(f"two prompts are {'/'.join(twice[0])}: give files of different names, each once")
+    if not cells or not prompts or repeats < 1 or max_new_tokens < 1:
+        raise InvalidInput("a measurement needs cells, prompts, at least one repeat and one new token")
     options = {"max_new_tokens": max_new_tokens, "seed": seed}
     head = {
         "schema": SCHEMA,
@@ -293,17 +301,25 @@ _SAME = (
 
 
 def _resume(path: Path, head: dict[str, Any]) -> tuple[set[Key], dict[Key, list[int]]]:
-    """What a file holds already, after writing the manifest of a new one."""
+    """What a file holds already, after writing the manifest of a new one. A line that a killed run left unfinished is
+    removed: that cell is measured again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     manifest, rows = read_lines(path)
-    if manifest is None:
-        _append(path, [{"manifest": head}])
-        return set(), {}
-    for key in _SAME:
+    for key in _SAME if manifest is not None else ():
         if manifest.get(key) != json.loads(json.dumps(head[key])):
             raise InvalidInput(
                 f"{path} was begun with {key} {manifest.get(key)!r}, this run has {head[key]!r}: name another file"
             )
+    whole = 0
+    if path.exists():  # nothing of a file is touched before it is known to be ours
+        with open(path, "r+b") as file:
+            raw = file.read()
+            whole = raw.rfind(b"\n") + 1
+            file.truncate(whole)
+        rows = rows[: max(0, raw[:whole].count(b"\n") - 1)]
+    if manifest is None or not whole:
+        _append(path, [{"manifest": head}])
+        return set(), {}
     done = {key_of(row): row["tokens"] for row in rows}
     return set(done), {key: tokens for key, tokens in done.items() if key[2] == BASELINE}
 
@@ -313,20 +329,46 @@ def key_of(row: dict[str, Any]) -> Key:
 
 
 def read_lines(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Manifest and rows, or (None, []) for a file that does not exist or is empty. A line that a killed run left
-    unfinished is removed: that cell is measured again."""
-    if not path.exists():
-        return None, []
-    text = path.read_text(encoding="utf-8")
-    if not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        path.write_text(text, encoding="utf-8")
-    lines = [json.loads(line) for line in text.split("\n") if line]
-    if not lines:
-        return None, []
-    if "manifest" not in lines[0]:
-        raise InvalidInput(f"{path}: the first line must be the manifest of a measurement")
-    return lines[0]["manifest"], lines[1:]
+    """Manifest and rows, or (None, []) for a file that does not exist or is empty. What a killed run left of its last
+    line is left out.
+
+    Raises:
+        InvalidInput: no raw file of a measurement, or a damaged one; names the line.
+    """
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(line.decode())
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and (found or line.startswith(b'{"manifest"')):
+                break
+            raise InvalidInput(
+                f"{where}: no JSON ({error}); is it a raw file of repairzoo bench, undamaged?"
+            ) from error
+        if not found and not (isinstance(value, dict) and isinstance(value.get("manifest"), dict)):
+            raise InvalidInput(f"{path}: the first line must be the manifest of a measurement (repairzoo bench)")
+        if found:
+            _check_row(value, where)
+        found.append(value)
+    return (found[0]["manifest"], found[1:]) if found else (None, [])
+
+
+_ROW = {"suite": str, "id": str, "cell": str, "repeat": int, "tokens": list, "accepted": list}
+
+
+def _check_row(row: Any, where: str) -> None:
+    """Raises ``InvalidInput``: a key without which no figure can be made."""
+    for key, kind in _ROW.items():
+        value = row.get(key) if isinstance(row, dict) else None
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(n, int) for n in value)):
+            raise InvalidInput(f"{where}: {key!r} is {value!r}, no row of repairzoo bench has that; is it undamaged?")
+    for key in ("seconds", "rounds", "differs", "prefix"):
+        if not isinstance(row.get(key, {}), dict):
+            raise InvalidInput(f"{where}: {key!r} is no object, as in every row of repairzoo bench; is it undamaged?")
 
 
 def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from repairzoo.bench.measure import BASELINE
+from repairzoo.bench.measure import BASELINE, read_lines
 from repairzoo.bench.others import WHAT
 from repairzoo.errors import InvalidInput
 
@@ -24,13 +23,15 @@ def read_raw(path: Path) -> tuple[dict[str, Any], list[Row]]:
     stages sum to the time that was measured around them within 5 %, and its rounds to its stages.
 
     Raises:
-        InvalidInput: no manifest, or a row that does not add up.
+        InvalidInput: no raw file of a measurement, or a row that does not add up.
     """
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    if not lines or "manifest" not in lines[0]:
-        raise InvalidInput(f"{path}: the first line must be the manifest of a measurement")
-    temperature = lines[0]["manifest"].get("options", {}).get("temperature", 0.0)
-    rows = [{"temperature": temperature, "batch": 1, "row": 0, "first": 1, **row} for row in lines[1:]]
+    manifest, rows = read_lines(path)
+    if manifest is None:
+        raise InvalidInput(f"{path} is empty: the first line must be the manifest of a measurement (repairzoo bench)")
+    if not isinstance(manifest.get("cells"), list):
+        raise InvalidInput(f"{path}: its manifest does not say 'cells'; measure again with this version")
+    temperature = manifest.get("options", {}).get("temperature", 0.0)
+    rows = [{"temperature": temperature, "batch": 1, "row": 0, "first": 1, **row} for row in rows]
     for row in rows:
         where = f"{path}: {row['suite']}/{row['id']}/{row['cell']}"
         if sum(row["accepted"]) + row["first"] != len(row["tokens"]):
@@ -39,9 +40,9 @@ def read_raw(path: Path) -> tuple[dict[str, Any], list[Row]]:
         if "wall" in row and abs(stages - row["wall"]) > 0.05 * row["wall"] + 1e-3:
             raise InvalidInput(f"{where}: stages take {stages:.3f} s, the run around them {row['wall']:.3f} s")
         for stage, values in row.get("rounds", {}).items():
-            if abs(sum(values) / 1e6 - row["seconds"][stage]) > 1e-5 + 1e-6 * len(values):
+            if abs(sum(values) / 1e6 - row["seconds"].get(stage, 0.0)) > 1e-5 + 1e-6 * len(values):
                 raise InvalidInput(f"{where}: the rounds of stage {stage} do not sum to it")
-    return lines[0]["manifest"], rows
+    return manifest, rows
 
 
 # --- selections -------------------------------------------------------------------------------------------------------
@@ -327,6 +328,13 @@ def _tau_entry(rows: list[Row], cell: str) -> str:
 def overall(path: Path) -> str:
     """What was measured, on what: a line for people, from the manifest."""
     manifest, rows = read_raw(path)
+    try:
+        return _overall(manifest, rows)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(f"{path}: its manifest does not say {error}; measure again with this version") from error
+
+
+def _overall(manifest: dict[str, Any], rows: Sequence[Row]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in manifest["packages"].items())
     place = manifest.get("gpu") or f"{manifest['cpu']}, {manifest['capability']}, {manifest['threads']} thread(s)"
     prompts = len({(r["suite"], r["id"]) for r in rows})

@@ -7,8 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from repairzoo.errors import InvalidInput, UnknownName
+from repairzoo.errors import InvalidInput
 from repairzoo.prompt_file import read_prompts
+from repairzoo.registry import unknown
 
 SUITES = ("gsm8k", "math500", "humaneval", "mbpp", "aime25", "livecodebench", "mt-bench")
 DATASETS = "datasets:"
@@ -45,7 +46,7 @@ def load_suite(source: str, count: int | None = None) -> list[Prompt]:
     elif source in SUITES:
         prompts = _from_lines(Path(str(files("repairzoo.bench") / "prompts" / f"{source}.jsonl")), source)
     else:
-        raise UnknownName(f"suite {source!r}: choose from {', '.join(SUITES)}, or give a .jsonl file or {DATASETS}...")
+        raise unknown("suite", source, [*SUITES, "FILE.jsonl", f"{DATASETS}NAME#SPLIT/COLUMN"])
     if not prompts:
         raise InvalidInput(f"suite {source!r} holds no prompts")
     if len({p.id for p in prompts}) != len(prompts):

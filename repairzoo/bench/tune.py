@@ -19,7 +19,7 @@ from typing import Any
 from repairzoo.artifact import fingerprint
 from repairzoo.bench.cost_curve import CostCurve, measure_cost_curve
 from repairzoo.bench.machine import machine
-from repairzoo.bench.matrix import CellSpec, cells_of
+from repairzoo.bench.matrix import CellSpec, cells_of, registry_name
 from repairzoo.bench.measure import plain_cell, zoo_cell
 from repairzoo.bench.replay import KnownText, Replayed, read_text, replay
 from repairzoo.bench.suites import Prompt
@@ -30,8 +30,9 @@ from repairzoo.inputs import prompt_ids
 from repairzoo.load_parts import bound_heads
 from repairzoo.registry import registry
 from repairzoo.safe_file import parse_json, replacing
+from repairzoo.sampling import Law
 from repairzoo.target import Target
-from repairzoo.zoo import Zoo, build
+from repairzoo.zoo import Zoo, as_target, build
 
 SCHEMA = 1
 _REST = ("accept", "commit", "host")
@@ -124,7 +125,7 @@ class Calibration:
 
 # --- the search -------------------------------------------------------------------------------------------------------
 def autotune(
-    target: Target,
+    target: Any,
     prompts: Sequence[Prompt],
     *,
     backbones: Sequence[Any] = ("dflash",),
@@ -136,10 +137,13 @@ def autotune(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
     build_options: dict[str, Any] | None = None,
+    device: Any = None,
+    dtype: Any = None,
 ) -> Calibration:
     """Predict tokens per second of every candidate, measure the best, and return all of it.
 
     Args:
+        target, device, dtype: as for ``build``.
         prompts: what to be fast on.
         backbones, heads: registry names, or ``"all"``.
         trees: node budgets of best-first trees; None is the chain. blocks: rows of a block; None for every length.
@@ -149,10 +153,13 @@ def autotune(
     """
     if not prompts:
         raise InvalidInput("autotune needs prompts")
-    entry = registry().target(target.name)
-    specs, missing = cells_of(backbones, heads, trees, (None,), entry.name if entry else "")
+    if max_new_tokens < 2:
+        raise InvalidInput(f"max_new_tokens={max_new_tokens}: give at least 2, the first comes from reading the prompt")
+    Law(temperature)
+    specs, missing = cells_of(backbones, heads, trees, (None,), registry_name(target))
     for why in missing:
         say(f"left out: {why}")
+    target = as_target(target, device, dtype)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     ids = [prompt_ids(target, p.text)[0] for p in prompts]
     plain = plain_cell(target)
@@ -160,6 +167,8 @@ def autotune(
     outcomes = [plain.run([row], options) for row in ids]
     answers = [out.tokens[0] for out in outcomes]
     plain_speed = _speed(outcomes)
+    if not plain_speed:
+        raise InvalidInput("all answers to these prompts end with their first token: there is no round to be fast in")
     context = sum(len(p) + len(a) // 2 for p, a in zip(ids, answers, strict=True)) // len(ids)
 
     drafters = {spec.backbone: build(spec.backbone, target=target, **(build_options or {})) for spec in specs}
@@ -324,9 +333,8 @@ def place_of(target: Target) -> dict[str, Any]:
     }
 
 
-def calibration_path(target: Target) -> Path:
-    """Where this target's calibration on this machine is kept."""
-    place = place_of(target)
+def calibration_path(place: dict[str, Any]) -> Path:
+    """Where the calibration of a target on this machine (:func:`place_of`) is kept."""
     name = "-".join([place["fingerprint"].split(":")[-1][:16], place["dtype"], place["device"], str(place["threads"])])
     return cache_folder() / "calibration" / f"{name}.json"
 
@@ -374,7 +382,7 @@ def tuned(
     """
     if tune != "auto" and not isinstance(tune, (str, os.PathLike)):
         raise InvalidInput(f"tune={tune!r}: give None, 'auto' or the path of a calibration file")
-    found = load(calibration_path(target) if tune == "auto" else tune, target)
+    found = load(calibration_path(place_of(target)) if tune == "auto" else tune, target)
     kind = str(backbone) if isinstance(backbone, (str, Path)) else getattr(backbone, "kind", "")
     if head is not None and not isinstance(head, (str, Path)):
         raise InvalidInput(f"tune={str(tune)!r} knows heads by name, not {head!r}: name it, or leave tune out")

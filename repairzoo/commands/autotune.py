@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from repairzoo.commands.shared import Dtype, Json, print_json, reporting
-from repairzoo.errors import InvalidInput
+from repairzoo.commands.shared import Dtype, Json, listed, may_write, print_json, reporting, use_threads, whole
 
 
 def autotune(
@@ -35,32 +34,32 @@ def autotune(
     with reporting(as_json):
         lengths = None  # every length
         if blocks != "all":
-            lengths = [None if b == "trained" else _number("blocks", b) for b in map(str.strip, blocks.split(","))]
-        budgets = [None if t.strip() == "chain" else _number("trees", t.strip()) for t in trees.split(",") if t.strip()]
-        import torch  # here, and not above: --help must answer at once
+            lengths = [None if b == "trained" else whole("--blocks", b, 2, "trained") for b in listed(blocks)]
+        budgets = [None if t == "chain" else whole("--trees", t, also="chain") for t in listed(trees)]
+        if out is not None:
+            may_write("--out", out)
+        use_threads(threads)
 
         from repairzoo.bench.suites import SUITES, load_suite
         from repairzoo.bench.tune import autotune as tune
         from repairzoo.bench.tune import calibration_path, save
-        from repairzoo.zoo import as_target
 
-        if threads is not None:
-            torch.set_num_threads(threads)
-        names = list(SUITES) if suites == "all" else [s.strip() for s in suites.split(",") if s.strip()]
+        names = list(SUITES) if suites == "all" else listed(suites)
         prompts = [p for suite in names for p in load_suite(suite, count)]
-        loaded = as_target(target, device, None if dtype is None else dtype.value)
         found = tune(
-            loaded,
+            target,
             prompts,
-            backbones=[b.strip() for b in backbones.split(",") if b.strip()],
-            heads=[h.strip() for h in heads.split(",") if h.strip()],
+            backbones=listed(backbones),
+            heads=listed(heads),
             trees=budgets,
             blocks=lengths,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             say=lambda line: print(line, file=sys.stderr),
+            device=device,
+            dtype=None if dtype is None else dtype.value,
         )
-        place = save(found, out or calibration_path(loaded))
+        place = save(found, out or calibration_path(found.place))
         if as_json:
             print_json({**found.as_dict(), "file": str(place)})
             return
@@ -74,9 +73,3 @@ def autotune(
             f"{ratios[1]:.2f} ({100 * found.error:+.1f} %)"
         )
         print(f'kept in {place}; build(..., tune="auto") uses it')
-
-
-def _number(option: str, text: str) -> int:
-    if not text.isdigit():
-        raise InvalidInput(f"--{option} {text!r}: give whole numbers, separated by commas")
-    return int(text)

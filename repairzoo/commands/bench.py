@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from repairzoo.commands.shared import Dtype, reporting
+from repairzoo.commands.shared import Dtype, listed, may_write, reporting, use_threads, whole
 from repairzoo.errors import InvalidInput
 
 
@@ -55,31 +55,30 @@ def bench(
 
     `repairzoo report RUN` makes tables and a page with plots of the raw file.
     """
-    with reporting(False):
+    with reporting(False, f"interrupted; the same command goes on with what {run} holds"):
         if run.suffix != ".jsonl":
             raise InvalidInput(f"{run}: name a file that ends in .jsonl")
-        budgets = [None if t == "chain" else t if t == "best-first" else _number("trees", t) for t in _list(trees)]
-        lengths = [None if b == "trained" else _number("blocks", b) for b in _list(blocks)]
-        import torch  # here, and not above: --help must answer at once
+        may_write("RUN", run)
+        named = {"chain": None, "best-first": "best-first"}
+        budgets = [named[t] if t in named else whole("--trees", t, also="chain, best-first") for t in listed(trees)]
+        lengths = [None if b == "trained" else whole("--blocks", b, 2, "trained") for b in listed(blocks)]
+        use_threads(threads)
 
         from repairzoo.bench.run import Plan
         from repairzoo.bench.run import run as measure
         from repairzoo.bench.suites import SUITES
-        from repairzoo.zoo import as_target
 
-        if threads is not None:
-            torch.set_num_threads(threads)
         plan = Plan(
-            backbones=_list(backbones),
-            heads=_list(heads),
+            backbones=listed(backbones),
+            heads=listed(heads),
             trees=budgets,
             blocks=lengths,
-            cells=_list(cells),
-            others=_list(others),
-            suites=list(SUITES) if suites == "all" else _list(suites),
+            cells=listed(cells),
+            others=listed(others),
+            suites=list(SUITES) if suites == "all" else listed(suites),
             count=count,
-            temperatures=[_real("temperatures", t) for t in _list(temperatures)],
-            batches=[_number("batches", b) for b in _list(batches)],
+            temperatures=[_real("--temperatures", t) for t in listed(temperatures)],
+            batches=[whole("--batches", b) for b in listed(batches)],
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             seed=seed,
@@ -87,23 +86,19 @@ def bench(
             oracle=oracle,
             baseline=baseline,
         )
-        loaded = as_target(target, device, None if dtype is None else dtype.value)
-        measure(plan, loaded, run, say=lambda line: print(line, file=sys.stderr))
+        measure(
+            plan,
+            target,
+            run,
+            say=lambda line: print(line, file=sys.stderr),
+            device=device,
+            dtype=None if dtype is None else dtype.value,
+        )
         print(f"{run}: measured. Tables and plots: repairzoo report {run}", file=sys.stderr)
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _number(option: str, text: str) -> int:
-    if not text.isdigit():
-        raise InvalidInput(f"--{option} {text!r}: give whole numbers, separated by commas")
-    return int(text)
 
 
 def _real(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidInput(f"--{option} {text!r}: give numbers, separated by commas") from None
+        raise InvalidInput(f"{option} {text!r}: give numbers, separated by commas") from None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from repairzoo.commands.shared import Dtype, Json, Proposal, print_json, reporting
+from repairzoo.commands.shared import Dtype, Json, Proposal, may_write, print_json, reporting, whole
 from repairzoo.errors import InvalidInput
 
 
@@ -26,7 +26,10 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Keep the smallest set with this probability.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this likely relative to the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
-    tree: Annotated[int | None, typer.Option(help="Verify a tree of this many nodes instead of a chain.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="Verify a tree of this many nodes (best-first: as many as the chain has).")
+    ] = None,
     proposal: Annotated[
         Proposal, typer.Option(help="Propose the draft's best tokens, or draw them and verify by ratio (above 0).")
     ] = Proposal.argmax,
@@ -49,18 +52,28 @@ def generate(
 ) -> None:
     """Answer a prompt, streaming its text, and say what the decoding did."""
     with reporting(as_json):
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _stdin() if prompt == "-" else prompt
+        if not text:
+            raise InvalidInput("the prompt is empty: give a text, or - and a text on standard input")
+        watched = show_repairs or html is not None
+        if watched and compare:
+            raise InvalidInput("--compare times the rounds, --show-repairs and --html look into them: use one of them")
+        if html is not None:
+            may_write("--html", html)
+        nodes = tree if tree in (None, "best-first") else whole("--tree", tree, also="best-first")
         import torch  # here, and not above: --help must answer at once
 
         import repairzoo
+        from repairzoo.sampling import Law
 
+        Law(temperature, top_k, top_p, min_p)  # what cannot be is told before the target is loaded
         zoo = repairzoo.build(
             backbone,
             head=head,
             target=target,
             device=device,
             dtype=None if dtype is None else getattr(torch, dtype.value),
-            tree=tree,
+            tree=nodes,
             proposal=proposal.value,
         )
         options = {
@@ -70,12 +83,8 @@ def generate(
             "top_p": top_p,
             "min_p": min_p,
             "seed": seed,
+            "stop": stop,
         }
-        watched = show_repairs or html is not None
-        if watched and compare:
-            raise InvalidInput("--compare times the rounds, --show-repairs and --html look into them: use one of them")
-        if html is not None and not html.absolute().parent.is_dir():
-            raise InvalidInput(f"--html {html}: there is no folder {html.absolute().parent}")
         if compare:  # the first pass of either loop pays for allocation
             zoo.generate(text, **options, max_new_tokens=min(8, max_new_tokens))
             repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=min(8, max_new_tokens))
@@ -101,6 +110,13 @@ def generate(
                 print(row, file=sys.stderr)
 
 
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"standard input is no {error.encoding} text ({error.reason} at {error.start})") from None
+
+
 def _watch(zoo: Any, text: str, options: dict[str, Any], show: bool, html: Path | None, quiet: bool) -> list[str]:
     """Decode round by round, print each as it ends, write the page; gives lines to print beside the answer."""
     from repairzoo.safe_file import replacing
@@ -120,6 +136,7 @@ def _watch(zoo: Any, text: str, options: dict[str, Any], show: bool, html: Path 
             f"{sum(stats.drafted)} tokens proposed, {sum(stats.agreed)} accepted; {sum(stats.repaired)} repaired, "
             f"{sum(stats.repairs_accepted)} of those accepted",
         ]
+        html.absolute().parent.mkdir(parents=True, exist_ok=True)
         with replacing(html) as file:
             file.write(page(rounds, text, facts).encode())
         told += ["", f"wrote {html}"]

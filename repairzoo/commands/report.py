@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from repairzoo.commands.shared import reporting
+from repairzoo.commands.shared import may_write, reporting
 from repairzoo.errors import InvalidInput
 
 
@@ -19,7 +19,10 @@ def report(
     """Markdown tables on standard output, and one self-contained page with plots; equal bytes for an equal file."""
     with reporting(False):
         if not run.is_file():
-            raise InvalidInput(f"{run}: there is no such file")
+            raise InvalidInput(f"{run}: there is no such file; repairzoo bench {run} measures one")
+        place = html or run.with_suffix(".html")
+        if not tables:
+            may_write("--html", place)
         from repairzoo.bench.report import markdown, overall
 
         print(overall(run), markdown(run), sep="\n\n", end="")
@@ -27,8 +30,8 @@ def report(
             from repairzoo.bench.page import page
             from repairzoo.safe_file import replacing
 
-            place = html or run.with_suffix(".html")
             text = page(run)
+            place.absolute().parent.mkdir(parents=True, exist_ok=True)
             with replacing(place) as file:
                 file.write(text.encode("utf-8"))
             print(f"\nPlots: {place}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from repairzoo.commands.shared import reporting
 
 app = typer.Typer(
     help="Train backbones and heads: first a corpus, then a recipe. Every step continues where it was interrupted.",
@@ -30,13 +31,7 @@ Changes = Annotated[
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Pass to train on; several, or all.")]
 
 
-def main(args: list[str]) -> None:
-    """Run one sub-command; used by ``repairzoo train``."""
-    try:
-        app(args, prog_name="repairzoo train")
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
-        raise SystemExit(130) from None
+_INTERRUPTED = "interrupted; the same command continues"
 
 
 @app.command()
@@ -56,21 +51,22 @@ def corpus(
     features: Annotated[bool, typer.Option(help="Store features; heads like dels need none.")] = True,
 ) -> None:
     """Let the target answer prompts."""
-    from repairzoo.train import commands
-    from repairzoo.train.corpus import CorpusPlan
+    with reporting(False, _INTERRUPTED):
+        from repairzoo.train import commands
+        from repairzoo.train.corpus import CorpusPlan
 
-    plan = CorpusPlan(
-        name=name,
-        taps=commands.parse_taps(taps),
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        batch=batch,
-        answers=answers,
-        seed=seed,
-        features=features,
-    )
-    commands.run_corpus(prompts, out, plan, target, dtype)
+        plan = CorpusPlan(
+            name=name,
+            taps=commands.parse_taps(taps),
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            max_prompt_tokens=max_prompt_tokens,
+            batch=batch,
+            answers=answers,
+            seed=seed,
+            features=features,
+        )
+        commands.run_corpus(prompts, out, plan, target, dtype)
 
 
 @app.command()
@@ -80,11 +76,13 @@ def features(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 ...", show_default="chosen")] = None,
 ) -> None:
     """Compute the features of a corpus again."""
-    from repairzoo.target_source import load_target
-    from repairzoo.train.corpus import write_features
+    with reporting(False, _INTERRUPTED):
+        from repairzoo.target_source import load_target
+        from repairzoo.train.corpus import read_manifest, write_features
 
-    write_features(load_target(target, dtype=dtype), corpus)
-    print(f"{corpus}: features complete")
+        read_manifest(corpus)  # before the target, which takes a while
+        write_features(load_target(target, dtype=dtype), corpus)
+        print(f"{corpus}: features complete")
 
 
 @app.command()
@@ -98,13 +96,14 @@ def backbone(
     changes: Changes = None,
 ) -> None:
     """Train a backbone."""
-    from repairzoo.train.commands import run_training
+    with reporting(False, _INTERRUPTED):
+        from repairzoo.train.commands import run_training
 
-    names = tuple(passes) if passes else None
-    if not run_training(
-        "backbones", recipe, corpus, out, target=target, init=init, passes=names, changes=changes or ()
-    ):
-        raise typer.Exit(130)
+        names = tuple(passes) if passes else None
+        if not run_training(
+            "backbones", recipe, corpus, out, target=target, init=init, passes=names, changes=changes or ()
+        ):
+            raise typer.Exit(130)
 
 
 @app.command()
@@ -127,11 +126,12 @@ def head(
     ] = False,
 ) -> None:
     """Train a head."""
-    from repairzoo.train.commands import run_training
+    with reporting(False, _INTERRUPTED):
+        from repairzoo.train.commands import run_training
 
-    names = tuple(passes) if passes else None
-    if not run_training(
-        "heads", recipe, corpus, out, target=target, init=init, backbone=backbone, passes=names,
-        changes=changes or (), control=control,
-    ):  # fmt: skip
-        raise typer.Exit(130)
+        names = tuple(passes) if passes else None
+        if not run_training(
+            "heads", recipe, corpus, out, target=target, init=init, backbone=backbone, passes=names,
+            changes=changes or (), control=control,
+        ):  # fmt: skip
+            raise typer.Exit(130)

@@ -92,7 +92,10 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> RunRecipe:
         section, _, key = place.partition(".")
         if not equals or section not in _SECTIONS[1:] or not key:
             raise InvalidInput(f"--set {change!r}: give SECTION.KEY=VALUE with one of {', '.join(_SECTIONS[1:])}")
-        data[section][key] = yaml.load(text, Loader=_StrictLoader)
+        try:
+            data[section][key] = yaml.load(text, Loader=_StrictLoader)
+        except yaml.YAMLError as error:
+            raise InvalidInput(f"--set {change!r}: the value is no YAML: {error}") from error
     run = read_section(Recipe, data["run"], path, "run")
     return RunRecipe(path, data["kind"], data["model"], data["objective"], run, data if changes else None)
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from repairzoo.errors import InvalidInput
+from repairzoo.errors import InvalidArtifact, InvalidInput
 from repairzoo.train.data import Batch, Corpus
 
 Terms = dict[str, tuple[Tensor, Tensor]]
@@ -81,6 +81,14 @@ class Recipe:
         for name in ("steps", "batch", "anchors", "log_every", "eval_every", "save_every", "eval_sequences"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)}: give at least 1")
+        for name in ("lr", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(f"{name}={getattr(self, name)}: give 0 or more")
+        for name in ("warmup", "final_lr"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidInput(f"{name}={getattr(self, name)}: it is a share, from 0 to 1")
+        if self.clip <= 0:
+            raise InvalidInput(f"clip={self.clip}: give more than 0")
 
     def law(self) -> dict[str, Any]:
         """What determines the weights; the rest only determines what is written down."""
@@ -287,8 +295,17 @@ def _resume(
     path = folder / "checkpoint.safetensors"
     if not path.exists():
         return 0, 0.0
-    with safe_open(path, "pt") as file:
-        run = {key: json.loads(value) for key, value in file.metadata().items()}
+    try:
+        with safe_open(path, "pt") as file:
+            run = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
+        tensors = load_file(path)
+        if lacking := {"step", "running", "recipe", "corpus"} - run.keys():
+            raise ValueError(f"it does not state {min(lacking)}")
+    except (SafetensorError, ValueError) as error:
+        raise InvalidArtifact(
+            f"{path} is no checkpoint, or a damaged one ({error}): remove it to begin anew (with --init "
+            f"{folder / 'artifact'}, from the weights that were saved last), or name another folder"
+        ) from error
     for key, value in recipe.law().items():
         if run["recipe"].get(key) != value:
             raise InvalidInput(
@@ -297,8 +314,11 @@ def _resume(
             )
     if run["corpus"] != digest and not quiet:
         print("note: the corpus has changed since the checkpoint; the run goes on with what is there", file=sys.stderr)
-    tensors = load_file(path)
-    module.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+    weights = {k[6:]: v for k, v in tensors.items() if k.startswith("model.")}
+    shapes = {k: tuple(v.shape) for k, v in module.state_dict().items()}
+    if {k: tuple(v.shape) for k, v in weights.items()} != shapes:
+        raise InvalidInput(f"{path} is of a run with another model than the recipe's: begin another folder")
+    module.load_state_dict(weights)
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         if key.startswith("optimiser."):
