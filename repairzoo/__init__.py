@@ -33,6 +33,8 @@ _WHERE = {
     "InvalidArtifact": "errors",
     "IncompatibleArtifact": "errors",
     "UnsupportedTarget": "errors",
+    "DoesNotFit": "errors",
+    "CaptureFailed": "errors",
     "HubError": "errors",
 }
 
@@ -58,12 +60,16 @@ __all__ = [
     "InvalidArtifact",
     "IncompatibleArtifact",
     "UnsupportedTarget",
+    "DoesNotFit",
+    "CaptureFailed",
     "HubError",
     "__version__",
 ]
 
 if TYPE_CHECKING:
     from repairzoo.errors import (
+        CaptureFailed,
+        DoesNotFit,
         HubError,
         IncompatibleArtifact,
         InvalidArtifact,

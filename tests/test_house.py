@@ -147,6 +147,19 @@ def test_no_module_hides_a_public_name():
         assert callable(getattr(repairzoo, name)) or name == "__version__"
 
 
+def test_every_error_is_public_and_documented():
+    """Whoever wants to catch it finds it: in ``__all__``, and in docs/protocols.md with the built-in that it is."""
+    module = importlib.import_module("repairzoo.errors")
+    errors = [e for e in vars(module).values() if isinstance(e, type) and issubclass(e, Exception)]
+    assert repairzoo.DoesNotFit in errors and len(errors) >= 9
+    text = (ROOT / "docs" / "protocols.md").read_text()
+    for error in errors:
+        assert getattr(repairzoo, error.__name__) is error and error.__name__ in repairzoo.__all__
+        assert issubclass(error, repairzoo.RepairZooError)
+        if error is not repairzoo.RepairZooError:
+            assert f"| `{error.__name__}` | `{error.__bases__[1].__name__}` |" in text
+
+
 # --- what is pinned, what is run ------------------------------------------------------------------------------------
 
 
