@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conftest import dels, dflash, generator
+from conftest import Scripted, dels, dflash, generator
 from torch import Tensor
 
 from repairzoo.target import Target
@@ -67,17 +67,17 @@ def loud(module: Any, seed: int, scale: float) -> Any:
     return module.requires_grad_(False).eval()
 
 
-class Knowing:
+class Knowing(Scripted):
     """A backbone that knows the texts whatever row they are in, and errs at stated positions.
 
     It finds its place by position and anchor, so that rows may be moved, and padded with others.
     """
 
     kind = "knowing"
-    tapped_layers: tuple[int, ...] = (0,)
 
     def __init__(self, rows: list[list[int]], slots: int, vocab: int, wrong: set[int] | None = None) -> None:
-        self.slots, self.vocab = slots, vocab
+        super().__init__(slots, self.known)
+        self.vocab = vocab
         width = max(map(len, rows)) + 2 * slots + 2
         self.next = torch.zeros(width, vocab, slots, dtype=torch.int64)
         for row in rows:
@@ -86,30 +86,7 @@ class Knowing:
                     miss = wrong is not None and at + 1 + slot in wrong
                     self.next[at, row[at], slot] = (token + miss) % vocab
 
-    def bind(self, embedding: Tensor, output_weight: Tensor, **_: Any) -> None:
-        self.embedding, self.output_weight = embedding, output_weight
-
-    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        return None
-
-    def extend(self, cache: None, features: Tensor, positions: Tensor) -> None:
-        return None
-
-    def draft(self, cache: None, anchor_ids: Tensor, anchor_positions: Tensor, bound: int | None = None) -> Any:
-        from repairzoo.block import HISTORY, DraftBlock
-
-        B, D = anchor_ids.shape[0], self.embedding.shape[1]
-        row = self.embedding.new_zeros(B, D)
-        tokens = self.next[anchor_positions.clamp_max(len(self.next) - 1), anchor_ids]  # [B, S]
+    def known(self, ids: Tensor, positions: Tensor) -> Tensor:
+        tokens = self.next[positions.clamp_max(len(self.next) - 1), ids]  # [B, S]
         logits = self.embedding.new_zeros(*tokens.shape, self.vocab)
-        return DraftBlock(
-            hidden=row[:, None].expand(B, self.slots, D),
-            logits=logits.scatter(-1, tokens[..., None], 8.0),  # one_hot looks at the ids
-            anchor_ids=anchor_ids,
-            anchor_positions=anchor_positions,
-            context=row,
-            history=row[:, None].expand(B, HISTORY, D),
-            history_mask=torch.zeros(B, HISTORY, dtype=torch.bool),
-            embedding=self.embedding,
-            output_weight=self.output_weight,
-        )
+        return logits.scatter(-1, tokens[..., None], 8.0)  # one_hot looks at the ids
