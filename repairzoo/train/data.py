@@ -6,17 +6,18 @@ The batch of a step belongs to all processes together: each takes its rows of it
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from repairzoo.errors import InvalidInput
-from repairzoo.train.corpus import Sequence, features_file, read_corpus
+from repairzoo.errors import InvalidArtifact, InvalidInput
+from repairzoo.safe_file import read_header
+from repairzoo.train.corpus import Sequence, features_file, read_corpus, read_manifest, taps_of
 
 _BUCKET = 32  # batches whose sequences are sorted by length together: less padding, still mixed
 
@@ -41,8 +42,10 @@ class Batch:
     last: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        values = (getattr(self, name) for name in Batch.__slots__)
-        return Batch(*(None if value is None else value.to(device) for value in values))
+        def moved(value: Tensor | None) -> Any:
+            return None if value is None else value.to(device)
+
+        return Batch(*(moved(getattr(self, name)) for name in Batch.__slots__))
 
     def labels(self, slots: int) -> tuple[Tensor, Tensor]:
         """Tokens ``[B, N, S]`` after each anchor, and where they are supervised (answer tokens of kept anchors)."""
@@ -128,6 +131,11 @@ class Corpus:
         if path not in self._open:
             if not path.exists():
                 raise InvalidInput(f"{path} is missing; compute it with: repairzoo train features {path.parent}")
+            rows = read_header(path).tensors.get("features")  # a truncated file is told here
+            if rows is None or len(rows.shape) != 2:
+                raise InvalidArtifact(
+                    f"{path} holds no features: delete it, then: repairzoo train features {path.parent}"
+                )
             self._open[path] = safe_open(path, "pt").get_slice("features")  # pyright: ignore
         place = (*_pass_of(sequence), taps)
         if place not in self._columns:
@@ -220,4 +228,4 @@ def _pass_of(sequence: Sequence) -> tuple[Path, str]:
 
 def _stored(folder: Path, name: str) -> list[int]:
     """Layers whose features a pass stores."""
-    return json.loads((folder / "manifest.json").read_text())["passes"][name]["taps"]
+    return taps_of(folder, read_manifest(folder), name)
