@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from training_toys import END, TAPS, make_corpus, plan, read, target
 
 import repairzoo
-from repairzoo.errors import InvalidInput
+from repairzoo.errors import InvalidArtifact, InvalidInput, UnknownName
 from repairzoo.prompt_file import read_prompts
 from repairzoo.train import corpus as module
 from repairzoo.train.corpus import (
@@ -302,3 +302,47 @@ def test_text_of_prompts_can_be_trained_on_and_is_never_judged(folder):
     assert int(batch.anchors[batch.keep].min()) == 2
     assert bool(batch.loss_mask[:, 2].all()) and not bool(batch.loss_mask[:, :2].any())
     assert text.digest() != answers.digest()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda c: (c / "manifest.json").write_text('{"target": {}'), r"manifest\.json: not valid JSON"),
+        (lambda c: (c / "manifest.json").write_text("[]"), "key 'target'"),
+        (lambda c: (c / "manifest.json").write_text('{"target": {}, "passes": {}, "shards": 7}'), "key 'shards'"),
+        (
+            lambda c: (c / "manifest.json").write_text('{"target": {}, "passes": {}, "shards": {}}'),
+            r"\('taps'\).*'greedy'",
+        ),
+        (lambda c: cut(c, "tokens"), "is not what the manifest lists"),
+        (lambda c: (unlist(c), cut(c, "tokens")), r"tokens\.safetensors: truncated"),
+        (lambda c: cut(c, "features"), r"features\.safetensors: truncated"),
+        (lambda c: file_of(c, "features").write_bytes(file_of(c, "tokens").read_bytes()), "train features"),
+    ],
+)
+def test_a_damaged_corpus_is_named_by_file(folder, tmp_path, damage, words):
+    shutil.copytree(folder, tmp_path / "c")
+    damage(tmp_path / "c")
+    with pytest.raises((InvalidInput, InvalidArtifact), match=words):
+        corpus = read(tmp_path / "c")
+        for s in (*corpus.train, *corpus.held):
+            corpus.features(s)
+
+
+def test_a_pass_that_is_not_there_is_named(folder):
+    with pytest.raises(UnknownName, match="'gredy': did you mean 'greedy'"):
+        read(folder, passes=("gredy",))
+
+
+def file_of(folder, part: str):
+    return sorted(folder.glob(f"*.{part}.safetensors"))[0]
+
+
+def cut(folder, part: str) -> None:
+    path = file_of(folder, part)
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def unlist(folder) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"shards": {}}))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -395,12 +396,65 @@ def test_judged_chain_is_the_chain_that_the_walk_chooses(folder):
         ({"model": DFLASH["model"] | {"mask_token": 0}}, "occurs in the corpus"),
         ({"model": DFLASH["model"] | {"taps": [0, 7]}}, "target_layer_ids"),
         ({"objective": {"dpace": "x"}}, "dpace"),
+        ({"run": RUN | {"lr": -1.0}}, "lr=-1.0: give 0 or more"),
+        ({"run": RUN | {"warmup": 2.0}}, "warmup=2.0: it is a share"),
+        ({"run": RUN | {"clip": 0}}, "clip=0.0: give more than 0"),
+        ({"run": RUN | {"steps": 0}}, "steps=0"),
+        ({"run": RUN | {"steps": True}}, "'run.steps' is True"),
+        ({"run": [1]}, "key 'run' holds keys and values"),
+        ({"kind": 7}, "kind 7"),
     ],
 )
 def test_recipes_are_read_strictly(folder, tmp_path, change, message):
     path = write_recipe(tmp_path / "recipe.yaml", DFLASH | change)
     with pytest.raises((InvalidInput, InvalidArtifact), match=message):
         commands.run_training("backbones", path, [folder], tmp_path / "run", target=target())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("run.lr=[", "no YAML"),
+        ("run.stepz=1", "'run.stepz'"),
+        ("runs.steps=1", "SECTION.KEY=VALUE"),
+        ("run.steps", "SECTION.KEY=VALUE"),
+        ("run.steps=many", "'run.steps' is 'many'"),
+        ("model.depth=2.5", "'model.depth' is 2.5"),
+    ],
+)
+def test_changes_of_a_recipe_are_read_strictly(folder, tmp_path, change, message):
+    path = write_recipe(tmp_path / "recipe.yaml", DFLASH)
+    with pytest.raises(InvalidInput, match=message):
+        commands.run_training("backbones", path, [folder], tmp_path / "run", target=target(), changes=[change])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("checkpoint.safetensors", lambda raw: raw[:-5], "no checkpoint, or a damaged one.*--init"),
+        ("checkpoint.safetensors", lambda raw: raw[:20], "no checkpoint, or a damaged one"),
+        ("checkpoint.safetensors", lambda raw: raw.replace(b'"running"', b'"runninG"'), "does not state running"),
+        ("log.jsonl", lambda raw: b"{" + raw, "first line does not say what run this is"),
+    ],
+)
+def test_a_damaged_run_is_named_and_left_as_it_is(folder, backbone_run, tmp_path, name, damage, message):
+    run = tmp_path / "run"
+    shutil.copytree(backbone_run, run)
+    (run / name).write_bytes(damage((run / name).read_bytes()))
+    before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
+    path = write_recipe(tmp_path / "recipe.yaml", DFLASH)
+    with pytest.raises((InvalidInput, InvalidArtifact), match=message):
+        commands.run_training("backbones", path, [folder], run, target=target())
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
+
+
+def test_a_run_is_not_continued_with_another_recipe(folder, backbone_run, tmp_path):
+    run, path = tmp_path / "run", backbone_run.parent / "recipe.yaml"
+    shutil.copytree(backbone_run, run)
+    for change, message in (("run.lr=0.5", "lr"), ("model.depth=2", "model.depth"), ("objective.gamma=9.0", "gamma")):
+        with pytest.raises(InvalidInput, match=f"{message}.*another"):
+            commands.run_training("backbones", path, [folder], run, target=target(), changes=[change])
 
 
 def test_answers_of_another_target_are_refused(folder, tmp_path):

@@ -25,11 +25,13 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from repairzoo.errors import InvalidInput
+from repairzoo.errors import InvalidArtifact, InvalidInput
+from repairzoo.registry import unknown
+from repairzoo.safe_file import read_json, read_safetensors
 from repairzoo.target import Target
 
 
@@ -290,18 +292,22 @@ def read_manifest(folder: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     """The manifest of a corpus folder.
 
     Raises:
-        InvalidInput: it has none (unless ``missing_ok``: an empty one).
+        InvalidInput: it has none (unless ``missing_ok``: an empty one). InvalidArtifact: one that is damaged.
     """
     path = folder / "manifest.json"
     if path.exists():
-        return json.loads(path.read_text())
+        found = read_json(path)
+        parts = found if isinstance(found, dict) else {}
+        if bad := [k for k in ("target", "passes", "shards") if not isinstance(parts.get(k), dict)]:
+            raise InvalidArtifact(f"{path}: key {bad[0]!r} must map names to what is known of them; is it undamaged?")
+        return parts
     if not missing_ok:
         raise InvalidInput(f"{folder} holds no manifest.json: it is no corpus; make one with: repairzoo train corpus")
     return {"target": {}, "passes": {}, "shards": {}}
 
 
 def _describe(shard: Path) -> dict[str, Any]:
-    tensors = load_file(shard)
+    tensors = read_safetensors(shard)
     return {
         "sha256": hashlib.sha256(shard.read_bytes()).hexdigest(),
         "answers": len(tensors["prompt_lengths"]),
@@ -324,7 +330,7 @@ def write_features(target: Target, folder: Path, batch: int = 32) -> None:
     sequences = [s for s in read_corpus(folder) if not features_file(s.shard).exists()]
     progress = tqdm(total=len(sequences), desc=f"features of {folder.name}", unit="answer")
     for shard in sorted({s.shard for s in sequences}):
-        taps = tuple(manifest["passes"][shard.name.rsplit("-", 1)[0]]["taps"])
+        taps = tuple(taps_of(folder, manifest, shard.name.rsplit("-", 1)[0]))
         mine = [s for s in sequences if s.shard == shard]
         rows = torch.zeros(sum(len(s) - 1 for s in mine), len(taps) * target.hidden_size, dtype=torch.bfloat16)
         mine.sort(key=len)
@@ -341,6 +347,14 @@ def write_features(target: Target, folder: Path, batch: int = 32) -> None:
             progress.update(len(group))
         _save({"features": rows}, features_file(shard))
     progress.close()
+
+
+def taps_of(folder: Path, manifest: dict[str, Any], name: str) -> list[int]:
+    """Layers whose features a pass stores. Raises ``InvalidArtifact``: its manifest does not say."""
+    taps = manifest["passes"].get(name, {}).get("taps")
+    if not isinstance(taps, list) or not all(isinstance(t, int) for t in taps):
+        raise InvalidArtifact(f"{folder / 'manifest.json'} does not say which layers ('taps') the pass {name!r} stores")
+    return taps
 
 
 def features_file(shard: Path) -> Path:
@@ -366,12 +380,16 @@ def read_corpus(folder: Path, passes: Iterable[str] | None = None) -> list[Seque
     """All answers of a corpus, in the order of its shards.
 
     Raises:
-        InvalidInput: it has no shards, or one that is not the one its manifest lists.
+        UnknownName: none of these passes. InvalidInput: no shards, or one that is not the one its manifest lists.
+        InvalidArtifact: a shard that is damaged, and not listed.
     """
     listed = read_manifest(folder)["shards"]
     shards = sorted(folder.glob("*.tokens.safetensors"))
-    if passes is not None:
+    found = sorted({s.name.rsplit("-", 1)[0] for s in shards})
+    if shards and passes is not None:
         shards = [s for s in shards if s.name.rsplit("-", 1)[0] in set(passes)]
+        if not shards:
+            raise unknown(f"pass of {folder}", ", ".join(passes), found)
     if not shards:
         raise InvalidInput(f"{folder} holds no shards (*.tokens.safetensors); make them with: repairzoo train corpus")
     sequences = []
@@ -379,7 +397,9 @@ def read_corpus(folder: Path, passes: Iterable[str] | None = None) -> list[Seque
         # a shard that was just written may not be listed yet
         if shard.name in listed and hashlib.sha256(shard.read_bytes()).hexdigest() != listed[shard.name]["sha256"]:
             raise InvalidInput(f"{shard} is not what the manifest lists (sha256): delete it and resume the pass")
-        tensors = load_file(shard)
+        tensors = read_safetensors(shard)
+        if lacking := {"ids", "offsets", "prompt_lengths", "prompts"} - tensors.keys():
+            raise InvalidArtifact(f"{shard} holds no {min(lacking)}: delete it and resume the pass")
         row = 0
         for index, (start, stop) in enumerate(zip(tensors["offsets"][:-1], tensors["offsets"][1:], strict=True)):
             sequences.append(
