@@ -40,6 +40,25 @@ def options(target) -> list[object]:
     return ["--target", target, "--backbone", DRAFT, "--head", "none", "--dtype", "float32", "--device", "cpu"]
 
 
+# --- options that commands share ------------------------------------------------------------------------------------
+
+
+def test_an_option_means_the_same_in_every_command():
+    """One name, one declaration: what ``bench`` says of a target, ``autotune``, ``generate`` and training say too."""
+    from typer.main import get_command
+
+    from repairzoo.train.cli import app as training
+
+    said: dict[str, set[str]] = {}
+    commands = [c for root in (app, training) for c in get_command(root).commands.values()]  # type: ignore[attr-defined]
+    for name in ("target", "device", "threads", "suites"):
+        options = [p for command in commands for p in command.params if p.name == name and command.name != "info"]
+        options = [p for p in options if "--target" not in p.opts or "compare and state" not in p.help]  # convert's
+        assert len(options) >= (1 if name == "threads" else 2), name
+        said[name] = {f"{p.help} {p.show_default}" for p in options}
+    assert all(len(texts) == 1 for texts in said.values()), said
+
+
 # --- quick commands -------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,20 @@ from typing import Annotated
 
 import typer
 
-from repairzoo.commands.shared import Dtype, Json, listed, may_write, print_json, reporting, use_threads, whole
+from repairzoo.commands.shared import (
+    Device,
+    Json,
+    Suites,
+    TargetDtype,
+    TargetName,
+    Threads,
+    listed,
+    may_write,
+    print_json,
+    reporting,
+    use_threads,
+    whole,
+)
 
 
 def autotune(
@@ -16,17 +29,14 @@ def autotune(
     heads: Annotated[str, typer.Option(help="Heads to choose from, comma-separated; all.")] = "all",
     trees: Annotated[str, typer.Option(help="Node budgets: chain, numbers, comma-separated.")] = "chain,8,12",
     blocks: Annotated[str, typer.Option(help="Block lengths: all, trained, numbers, comma-separated.")] = "all",
-    suites: Annotated[str, typer.Option(help="Prompts: packaged suites, .jsonl files, datasets:...; all.")] = "all",
+    suites: Suites = "all",
     count: Annotated[int, typer.Option(help="Prompts of each suite.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Answer tokens of each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="Temperature of the answers.")] = 0.0,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
-    ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.", show_default="torch's")] = None,
+    target: TargetName = None,
+    dtype: TargetDtype = None,
+    device: Device = None,
+    threads: Threads = None,
     out: Annotated[Path | None, typer.Option(help="Calibration file.", show_default="in the cache")] = None,
     as_json: Json = False,
 ) -> None:

@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from repairzoo.commands.shared import Dtype, listed, may_write, reporting, use_threads, whole
+from repairzoo.commands.shared import (
+    Device,
+    Suites,
+    TargetDtype,
+    TargetName,
+    Threads,
+    listed,
+    may_write,
+    reporting,
+    use_threads,
+    whole,
+)
 from repairzoo.errors import InvalidInput
 
 
@@ -27,9 +38,7 @@ def bench(
             help="Also measure hf-greedy, hf-loop, hf-lookup, hf-dflash, dflash-package, flashspec-lookup; all."
         ),
     ] = "",
-    suites: Annotated[
-        str, typer.Option(help="Packaged suites, .jsonl files, datasets:NAME#SPLIT/COLUMN, comma-separated; all.")
-    ] = "all",
+    suites: Suites = "all",
     count: Annotated[int | None, typer.Option(help="Prompts of each suite.", show_default="all")] = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
@@ -43,13 +52,10 @@ def bench(
     baseline: Annotated[
         bool, typer.Option("--baseline/--no-baseline", help="Plain decoding beside every cell.")
     ] = True,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
-    ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.", show_default="torch's")] = None,
+    target: TargetName = None,
+    dtype: TargetDtype = None,
+    device: Device = None,
+    threads: Threads = None,
 ) -> None:
     """Measure cells on prompts, interleaved in one process; an interrupted run goes on where it stopped.
 

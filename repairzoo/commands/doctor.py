@@ -6,16 +6,13 @@ from typing import Annotated
 
 import typer
 
-from repairzoo.commands.shared import Dtype, Json, print_json, reporting
+from repairzoo.commands.shared import Dtype, HeadName, Json, TargetName, print_json, reporting
 
 
 def doctor(
     backbone: Annotated[str, typer.Argument(help="Backbone: a registry name, a folder or a Hub id.")] = "dflash",
-    head: Annotated[str, typer.Option(help="Head: a name, names joined by +, a folder, none.")] = "none",
-    target: Annotated[
-        str | None,
-        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
-    ] = None,
+    head: HeadName = "none",
+    target: TargetName = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default="four own")
     ] = None,
@@ -40,7 +37,8 @@ def doctor(
             print_json(found.as_dict())
             return
         print(f"{found.verdict}\n")
-        for place, suspect in enumerate(found.suspects[1:], 2):
+        told = 0 if found.healthy else 1  # the verdict tells the first that is clear
+        for place, suspect in enumerate(found.suspects[told:], told + 1):
             print(f"suspect {place}: {suspect.cause}{'' if suspect.clear else ' (not clear)'}: {suspect.why}")
         print(f"tau                      {found.tau:.2f} tokens a round")
         if found.without_head is not None:
@@ -51,3 +49,5 @@ def doctor(
         print(f"{'with':34}  tau     nats a slot  standard errors")
         for probe in found.probes:
             print(f"{probe.name:34}  {1 + probe.accepted:5.2f}  {probe.nats:+10.2f}  {probe.z:+10.1f}")
+        print("\nnats: how much likelier the target's own tokens become. A fault is clear where undoing it gives at least")
+        print("0.03 at 2.5 standard errors, and more drafts are accepted. With features of another text it should be bad.")

@@ -8,18 +8,26 @@ from typing import Annotated, Any
 
 import typer
 
-from repairzoo.commands.shared import Dtype, Json, Proposal, may_write, print_json, reporting, whole
+from repairzoo.commands.shared import (
+    Device,
+    HeadName,
+    Json,
+    Proposal,
+    TargetDtype,
+    TargetName,
+    may_write,
+    print_json,
+    reporting,
+    whole,
+)
 from repairzoo.errors import InvalidInput
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
     backbone: Annotated[str, typer.Option(help="Backbone: a registry name or a folder.")] = "dflash",
-    head: Annotated[str, typer.Option(help="Head: a name, names joined by +, a folder, none.")] = "dels",
-    target: Annotated[
-        str | None,
-        typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m"),
-    ] = None,
+    head: HeadName = "dels",
+    target: TargetName = None,
     max_new_tokens: Annotated[int, typer.Option(help="Budget of new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
@@ -33,8 +41,8 @@ def generate(
     proposal: Annotated[
         Proposal, typer.Option(help="Propose the draft's best tokens, or draw them and verify by ratio (above 0).")
     ] = Proposal.argmax,
-    dtype: Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")] = None,
+    dtype: TargetDtype = None,
+    device: Device = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -90,7 +98,15 @@ def generate(
             repairzoo.autoregressive(zoo.target, text, **options, max_new_tokens=min(8, max_new_tokens))
         pieces, told = [], []
         if watched:
-            told = _watch(zoo, text, {**options, "max_new_tokens": max_new_tokens}, show_repairs, html, as_json)
+            told = _watch(
+                zoo,
+                text,
+                {**options, "max_new_tokens": max_new_tokens},
+                show_repairs,
+                html,
+                as_json,
+                _drafted_by(backbone, head),
+            )
         else:
             for piece in zoo.stream(text, **options, max_new_tokens=max_new_tokens):
                 pieces.append(piece)
@@ -117,7 +133,9 @@ def _stdin() -> str:
         raise InvalidInput(f"standard input is no {error.encoding} text ({error.reason} at {error.start})") from None
 
 
-def _watch(zoo: Any, text: str, options: dict[str, Any], show: bool, html: Path | None, quiet: bool) -> list[str]:
+def _watch(
+    zoo: Any, text: str, options: dict[str, Any], show: bool, html: Path | None, quiet: bool, who: str
+) -> list[str]:
     """Decode round by round, print each as it ends, write the page; gives lines to print beside the answer."""
     from repairzoo.safe_file import replacing
     from repairzoo.show import legend, line, page, wants_colour, watch
@@ -132,7 +150,7 @@ def _watch(zoo: Any, text: str, options: dict[str, Any], show: bool, html: Path 
     if html is not None:
         stats = zoo.last.stats
         facts = [
-            f"{zoo.target.name}, {stats.rounds} rounds, {stats.tau:.2f} committed tokens per round",
+            f"{zoo.target.name}, drafted by {who}: {stats.rounds} rounds, {stats.tau:.2f} committed tokens per round",
             f"{sum(stats.drafted)} tokens proposed, {sum(stats.agreed)} accepted; {sum(stats.repaired)} repaired, "
             f"{sum(stats.repairs_accepted)} of those accepted",
         ]
@@ -141,6 +159,10 @@ def _watch(zoo: Any, text: str, options: dict[str, Any], show: bool, html: Path 
             file.write(page(rounds, text, facts).encode())
         told += ["", f"wrote {html}"]
     return told
+
+
+def _drafted_by(backbone: str, head: str) -> str:
+    return backbone if head == "none" else f"{backbone} + {head}"
 
 
 def _decode_speed(out: Any) -> float:
@@ -188,7 +210,7 @@ def _report(
     stats = out.stats
     rows = [
         ("target", f"{zoo.target.name} ({zoo.target.source})"),
-        ("drafted by", backbone if head == "none" else f"{backbone} + {head}"),
+        ("drafted by", _drafted_by(backbone, head)),
         ("tokens", f"{sum(map(len, out.token_ids))} in {stats.rounds} rounds, finish: {out.finish_reason[0]}"),
         ("τ", f"{stats.tau:.2f} committed tokens per round"),
     ]

@@ -30,6 +30,18 @@ class Proposal(str, Enum):
     sampled = "sampled"
 
 
+TargetName = Annotated[
+    str | None, typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m")
+]
+TargetDtype = Annotated[Dtype | None, typer.Option(help="Number format of the target.", show_default="chosen")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...", show_default="chosen")]
+Threads = Annotated[int | None, typer.Option(help="Threads on a CPU.", show_default="torch's")]
+HeadName = Annotated[str, typer.Option(help="Head: a name, names joined by +, a folder, none.")]
+Suites = Annotated[
+    str, typer.Option(help="Packaged suites, .jsonl files, datasets:NAME#SPLIT/COLUMN, comma-separated; all.")
+]
+
+
 @contextmanager
 def reporting(as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
     """One clear message and exit code 2 for what a user or the system did wrong, 130 after Ctrl-C (with the line

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from repairzoo.commands.shared import reporting
+from repairzoo.commands.shared import TargetName, reporting
 
 app = typer.Typer(
     help="Train backbones and heads: first a corpus, then a recipe. Every step continues where it was interrupted.",
@@ -19,9 +19,6 @@ app = typer.Typer(
 
 Folders = Annotated[list[Path], typer.Option("--corpus", help="Corpus folder; may be given several times.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder of the run; the artifact is written to OUT/artifact.")]
-Target = Annotated[
-    str | None, typer.Option(help="Target: a registry name, a folder or a Hub id.", show_default="smollm2-135m")
-]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
@@ -39,7 +36,7 @@ def corpus(
     prompts: Annotated[Path, typer.Option(help="JSON lines with the keys prompt and source.")],
     out: Annotated[Path, typer.Option(help="Corpus folder; several passes can share one.")],
     name: Annotated[str, typer.Option("--pass", help="Name of this pass.")] = "greedy",
-    target: Target = None,
+    target: TargetName = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 ...", show_default="chosen")] = None,
     taps: Annotated[str, typer.Option(help="Layers whose features are stored.")] = "1,8,15,22,27",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -72,7 +69,7 @@ def corpus(
 @app.command()
 def features(
     corpus: Annotated[Path, typer.Argument(help="A corpus folder that holds tokens alone.")],
-    target: Target = None,
+    target: TargetName = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 ...", show_default="chosen")] = None,
 ) -> None:
     """Compute the features of a corpus again."""
@@ -91,7 +88,7 @@ def backbone(
     corpus: Folders,
     out: Out,
     init: Annotated[Path | None, typer.Option(help="Artifact folder to start from.")] = None,
-    target: Target = None,
+    target: TargetName = None,
     passes: Passes = None,
     changes: Changes = None,
 ) -> None:
@@ -115,7 +112,7 @@ def head(
         str | None, typer.Option(help="Frozen backbone that held-out answers are judged with: a name or a folder.")
     ] = None,
     init: Annotated[Path | None, typer.Option(help="Artifact folder to start from.")] = None,
-    target: Target = None,
+    target: TargetName = None,
     passes: Passes = None,
     changes: Changes = None,
     control: Annotated[
