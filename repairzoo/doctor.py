@@ -37,6 +37,7 @@ BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
 PUBLISHED_MASKS = (151669, 248070, 4)  # Qwen3, Qwen3.5, Gemma-4 (spec of the published drafts)
 VOCABULARY = 2048  # rows of the output head that interventions are scored on
 MASKS = 24  # most mask ids that are tried
+LOW = 2.0  # tokens a round below which a healthy draft is told to be little trained
 USEFUL = 0.5  # nats a slot that a draft gains at least from the features of the text that it continues
 CONTROL = "control"
 
@@ -196,11 +197,12 @@ def diagnose(
     suspects += _by_features(probes, suspects)
     suspects.sort(key=lambda s: (not s.clear, -s.strength))
     healthy = not any(s.clear for s in suspects)
+    tau = mean + 1 if tau is None else tau
     return Diagnosis(
         healthy=healthy,
-        verdict=_verdict(suspects, mean),
+        verdict=_verdict(suspects, tau),
         suspects=suspects,
-        tau=mean + 1 if tau is None else tau,
+        tau=tau,
         blocks=len(counts),
         accepted=mean,
         per_slot=per_slot,
@@ -524,12 +526,13 @@ def _by_intervention(probes: Sequence[Probe]) -> Iterator[Suspect]:
         best = max((p for p in probes if p.cause == cause), key=lambda p: p.nats, default=None)
         if best is None or best.z < 1 or best.nats < 0.005:
             continue
-        gain = best.accepted - best.before
+        clear = best.z >= 2.5 and best.nats >= 0.03 and best.accepted > best.before
         why = (
             f"with {best.name}, {best.accepted:.2f} drafts of a block are accepted instead of {best.before:.2f}, and "
-            f"the target's tokens are {best.nats:.2f} nats likelier ({best.z:.1f} standard errors): {WORDS[cause]}"
+            f"the target's tokens are {best.nats:.2f} nats likelier ({best.z:.1f} standard errors): "
+            f"{'' if clear else 'unless that is chance, '}{WORDS[cause]}"
         )
-        yield Suspect(cause, why, best.z >= 2.5 and best.nats >= 0.03 and gain > 0, best.nats)
+        yield Suspect(cause, why, clear, best.nats)
 
 
 def _by_weights(lab: _Lab, case: _Case) -> Iterator[Suspect]:
@@ -575,11 +578,12 @@ def _by_features(probes: Sequence[Probe], found: Sequence[Suspect]) -> Iterator[
         yield Suspect("wrong target", why, clear, 0.0 if not clear else 1.0)
 
 
-def _verdict(suspects: Sequence[Suspect], mean: float) -> str:
+def _verdict(suspects: Sequence[Suspect], tau: float) -> str:
     if suspects and suspects[0].clear:
         return f"{suspects[0].cause}: {suspects[0].why}"
-    hint = f"; the most that anything changes: {suspects[0].why}" if suspects else ""
-    return f"healthy: {mean + 1:.2f} tokens a round, and nothing that was tried clearly raises it{hint}"
+    low = "; a low figure without a fault: it was trained little, or on other texts than these" if tau < LOW else ""
+    near = f"; nearest to one, and not clear: {suspects[0].cause}" if suspects else ""
+    return f"healthy: {tau:.2f} tokens a round, and no fault that was tried would explain a low figure{low}{near}"
 
 
 def _decay(case: _Case, counts: Tensor) -> list[tuple[int, int, float]]:

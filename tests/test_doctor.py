@@ -247,6 +247,16 @@ def test_what_cannot_be_diagnosed_is_refused(tmp_path):
         diagnose(zoo, PROMPTS)
 
 
+def test_the_verdict_of_a_healthy_draft_accuses_nothing():
+    near = doctor.Suspect("rope base", "with 1e7: rope_theta is wrong", False, 0.1)
+    said = doctor._verdict([near], 1.6)
+    assert said.startswith("healthy: 1.60 tokens a round") and "trained little" in said
+    assert said.endswith("not clear: rope base") and "is wrong" not in said
+    assert "trained little" not in doctor._verdict([], 3.0)
+    clear = doctor.Suspect("rope base", "with 1e7: rope_theta is wrong", True, 0.1)
+    assert doctor._verdict([clear, near], 1.6) == "rope base: with 1e7: rope_theta is wrong"
+
+
 def test_command(monkeypatch):
     suspects = [doctor.Suspect("slot shift", "rows", True, 2.0), doctor.Suspect("rope base", "base", False, 0.1)]
     probe = doctor.Probe("slot 0 at block row 1", "slot shift", 32, 2.5, 0.5, 1.5, 9.0)
@@ -259,5 +269,8 @@ def test_command(monkeypatch):
     assert text.exit_code == 0, text.output
     for line in ("slot shift: rows", "suspect 2: rope base (not clear): base", "without the head         1.75"):
         assert line in text.output
+    found.healthy, found.verdict, found.suspects = True, "healthy: all", suspects[1:]
+    assert "suspect 1: rope base (not clear): base" in CliRunner().invoke(app, ["doctor"]).output
+    found.suspects = suspects
     said = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
     assert said["suspects"][0]["cause"] == "slot shift" and said["probes"][0]["z"] == 9.0
