@@ -11,11 +11,14 @@ import torch
 
 from repairzoo import hub, statement
 from repairzoo.artifact import check_fit, fingerprint, read_config
+from repairzoo.block import Corrector
 from repairzoo.decode import Expander
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.registry import HUB_PREFIX, registry
 from repairzoo.resolve import resolve
 from repairzoo.target import Target
+
+_BACKBONE = ("slots", "tapped_layers", "new_cache", "extend", "draft")  # what the loop calls
 
 
 def load_backbone(
@@ -139,9 +142,22 @@ def bound_backbone(source: Any, target: Target) -> Any:
         name = target_name(target) if str(source) in registry().entries["backbone"] else ""
         backbone = load_backbone(source, target=name, device=target.device, dtype=target.dtype)
         _check_draft(backbone, target, str(source))
+    else:
+        refuse_no_backbone(source)  # before a head, say, is bound as if it were one
     if hasattr(backbone, "bind"):
         backbone.bind(target.embedding, target.output_weight, num_layers=target.num_layers, output=target.output)
     return backbone
+
+
+def refuse_no_backbone(backbone: Any) -> None:
+    """Raise ``InvalidInput`` for an object without what the loop calls."""
+    lacking = [name for name in _BACKBONE if not hasattr(backbone, name)]
+    if lacking or isinstance(backbone, type):
+        what = backbone.__name__ if isinstance(backbone, type) else type(backbone).__name__
+        raise InvalidInput(
+            f"the backbone is given as {what}, which {'is a class' if not lacking else 'lacks ' + ', '.join(lacking)}: "
+            "give a name, a folder, a Hub id, or an object with the members that docs/protocols.md lists"
+        )
 
 
 def located(backbone: Any, head: Any) -> tuple[Any, Any]:
@@ -229,9 +245,20 @@ def _bound_heads(head: Any, target: Target, backbone: Any) -> Iterator[Any]:
             elif name != "none":
                 yield _bind_head(_head_folder(name, kind, target_name(target)), target, backbone)
     else:
+        refuse_no_head(head)  # before a backbone, say, is bound as if it were one
         if hasattr(head, "bind"):
             head.bind(target.embedding, target.output_weight)
         yield head
+
+
+def refuse_no_head(head: Any) -> None:
+    """Raise ``InvalidInput`` for an object that is neither a corrector nor an expander."""
+    if not (isinstance(head, Corrector) or hasattr(head, "expand")) or isinstance(head, type):
+        what = head.__name__ if isinstance(head, type) else type(head).__name__
+        raise InvalidInput(
+            f"a head is given as {what}, which is neither a corrector (prepare, start, step) nor an expander (expand): "
+            "give a name, a folder, a Hub id, or an object with the members that docs/protocols.md lists"
+        )
 
 
 def _bind_head(folder: Path, target: Target, backbone: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import causal_lm, dflash
+from conftest import causal_lm, dels, dflash
 
 import repairzoo
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput, UnknownName
@@ -85,9 +85,12 @@ def test_mistakes_in_names_and_options_are_told_before_the_target_is_loaded(monk
 
 def test_a_head_that_is_none_and_a_sampled_tree_are_refused():
     target = repairzoo.Target(causal_lm(), name="toy")
-    for head in (3, object()):
+    for head in (3, object(), dflash(target), type(dels(target))):
         with pytest.raises(InvalidInput, match="neither a corrector"):
             repairzoo.build(dflash(target), head, target)
+    for backbone in (3, dels(target), type(dflash(target))):
+        with pytest.raises(InvalidInput, match=r"the backbone is given as .* which (lacks slots|is a class)"):
+            repairzoo.build(backbone, None, target)
     with pytest.raises(InvalidInput, match="deterministically"):
         repairzoo.build(dflash(target), None, target, tree=4, proposal="sampled")
 

@@ -396,6 +396,7 @@ def test_judged_chain_is_the_chain_that_the_walk_chooses(folder):
         ({"model": DFLASH["model"] | {"mask_token": 0}}, "occurs in the corpus"),
         ({"model": DFLASH["model"] | {"taps": [0, 7]}}, "target_layer_ids"),
         ({"objective": {"dpace": "x"}}, "dpace"),
+        ({"objective": {"gamma": -4.0}}, "gamma=-4.0"),
         ({"run": RUN | {"lr": -1.0}}, "lr=-1.0: give 0 or more"),
         ({"run": RUN | {"warmup": 2.0}}, "warmup=2.0: it is a share"),
         ({"run": RUN | {"clip": 0}}, "clip=0.0: give more than 0"),

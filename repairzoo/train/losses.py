@@ -6,9 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from repairzoo.errors import InvalidInput
+
 
 def decay_weights(slots: int, gamma: float | None, device: torch.device | None = None) -> Tensor:
-    """``[S]`` weights ``exp(-i / gamma)`` of slot ``i``, the first that predicts being 0 (DFlash, section 4.2)."""
+    """``[S]`` weights ``exp(-i / gamma)`` of slot ``i``, the first that predicts being 0 (DFlash, section 4.2).
+
+    Raises:
+        InvalidInput: a negative ``gamma``, by which the last slots would weigh most.
+    """
+    if gamma is not None and gamma < 0:
+        raise InvalidInput(f"gamma={gamma}: give a number of slots above 0, or null for no decay")
     steps = torch.arange(slots, device=device, dtype=torch.float32)
     return torch.ones(slots, device=device) if not gamma else torch.exp(-steps / gamma)
 
