@@ -19,8 +19,9 @@ from repairzoo.block import DraftBlock, make_pool
 from repairzoo.decode import Engine, Mark, propose, shorten, split_heads
 from repairzoo.errors import InvalidInput
 from repairzoo.generation import Session, speculate
-from repairzoo.graph import Eager, Launched
 from repairzoo.inputs import prompt_ids
+from repairzoo.launched import Launched
+from repairzoo.runner import Eager
 from repairzoo.sampling import Stream, uniform
 from repairzoo.walk import walk
 from repairzoo.zoo import Zoo
@@ -396,8 +397,9 @@ def _section(r: Round) -> str:
     )
     unary = all(node.parent == index for index, node in enumerate(r.nodes))
     verified = "" if unary else f'<p class="facts">Verified as a tree:</p>{_tree(r.nodes, 0)}'
+    many = f"{r.committed} {'token' if r.committed == 1 else 'tokens'}"
     return (
-        f"<details{' open' if r.number == 1 else ''}><summary>Round {r.number}: {r.committed} after "
+        f"<details{' open' if r.number == 1 else ''}><summary>Round {r.number}: {many} after "
         f"<code>{html.escape(_visible(r.anchor))}</code> — <code>{given}</code></summary>"
         f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
         f"{verified}</details>"

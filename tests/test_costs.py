@@ -168,6 +168,11 @@ def test_command(monkeypatch):
     assert out.exit_code == 0, out.output
     for word in ("verification", "bytes moved", "at least", "milliseconds", "32 positions"):
         assert word in out.output
+    alone = CliRunner().invoke(app, ["info", "dflash", "--context", "32"])  # of a backbone alone: without a head
+    assert alone.exit_code == 0 and "dflash x none on" in alone.output and "32 positions" in alone.output
+    for name, kind in (("dels", "head"), ("smollm2-135m", "target")):  # an option is never ignored
+        wrong = CliRunner().invoke(app, ["info", name, "--measure"])
+        assert wrong.exit_code == 2 and f"{name!r} is a {kind}: costs are of a pair" in wrong.output
     out = CliRunner().invoke(app, ["info", "dflash/none", "--context", "32", "--json"])
     said = json.loads(out.output)
     assert [p["part"] for p in said["parts"]] == ["draft", "head", "verify", "step"] and said["context"] == 32

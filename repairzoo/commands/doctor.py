@@ -49,9 +49,5 @@ def doctor(
         print(f"{'with':34}  tau     nats a slot  standard errors")
         for probe in found.probes:
             print(f"{probe.name:34}  {1 + probe.accepted:5.2f}  {probe.nats:+10.2f}  {probe.z:+10.1f}")
-        print(
-            "\nnats: how much likelier the target's own tokens become. A fault is clear where undoing it gives at least"
-        )
-        print(
-            "0.03 at 2.5 standard errors, and more drafts are accepted. With features of another text it should be bad."
-        )
+        print("\nnats: how much likelier the target's own tokens become. A fault is clear where undoing it gives at")
+        print("least 0.03 at 2.5 standard errors and more drafts are accepted. Features of another text should do harm.")

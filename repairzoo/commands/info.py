@@ -9,41 +9,60 @@ from typing import Annotated, Any
 import typer
 
 from repairzoo.commands.shared import Json, print_json, reporting
-from repairzoo.registry import HUB_PREFIX, KINDS, info
+from repairzoo.errors import InvalidInput
+from repairzoo.registry import HUB_PREFIX, KINDS, info, registry
 
-_NAME = "A target, backbone or head; hf:owner/name@revision or a folder; or BACKBONE/HEAD for what a round costs."
+_NAME = (
+    "A target, backbone or head; hf:owner/name@revision or a folder; or BACKBONE/HEAD for what a round costs (or a "
+    "backbone alone, with one of the options below)."
+)
 _STAGES = {"draft": "draft", "head": "heads", "verify": "verification", "step": "(a plain step)"}
 
 
 def show_info(
     name: Annotated[str, typer.Argument(help=_NAME)],
-    target: Annotated[
-        str | None, typer.Option(help="With BACKBONE/HEAD: the target.", show_default="smollm2-135m")
+    target: Annotated[str | None, typer.Option(help="Costs: on this target.", show_default="smollm2-135m")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Costs: committed positions before the block.", show_default="256")
     ] = None,
-    context: Annotated[int, typer.Option(help="With BACKBONE/HEAD: committed positions before the block.")] = 256,
-    batch: Annotated[int, typer.Option(help="With BACKBONE/HEAD: rows decoded at once.")] = 1,
-    measure: Annotated[bool, typer.Option("--measure", help="With BACKBONE/HEAD: also time a short run.")] = False,
+    batch: Annotated[int | None, typer.Option(help="Costs: rows decoded at once.", show_default="1")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Costs: also time a short run.")] = False,
     as_json: Json = False,
 ) -> None:
     """Everything that is known about one name, and what it was trained with; or the costs of a round of a pair."""
     with reporting(as_json):
-        artifact = (name.startswith(HUB_PREFIX) and name.count("/") == 1) or Path(name).is_dir()
-        if "/" in name and not artifact:
-            _show_costs(name, target, context, batch, measure, as_json)
+        pair = "/" in name and not _is_artifact(name)
+        if not pair and (measure or target is not None or context is not None or batch is not None):
+            known = next((kind for kind in KINDS if name in registry().entries[kind]), "backbone")
+            if known != "backbone":
+                raise InvalidInput(f"{name!r} is a {known}: costs are of a pair, repairzoo info BACKBONE/HEAD")
+            name, pair = f"{name}/none", True
+        if pair:
+            positions, rows = 256 if context is None else context, 1 if batch is None else batch
+            _show_costs(name, target, positions, rows, measure, as_json)
             return
         facts = info(name)
         if as_json:
             print_json(facts)
             return
-        pairs = facts.pop("pairs")
+        trained = facts.pop("pairs")
         width = max(map(len, facts))
         for key, value in facts.items():
-            print(f"{key.ljust(width)}  {value}")
-        for pair in pairs:
-            print(f"\n{pair['backbone']} x {pair['head']} x {pair['target']}")
-            for key, value in pair.items():
+            print(f"{key.ljust(width)}  {_printable(value)}")
+        for one in trained:
+            print(f"\n{one['backbone']} x {one['head']} x {one['target']}")
+            for key, value in one.items():
                 if key not in KINDS:
                     print(f"  {key.ljust(width)}  {_inline(value)}")
+
+
+def _is_artifact(name: str) -> bool:
+    """One folder or repository, and no pair: a revision may hold slashes, and a pair ends in the name of a head."""
+    if Path(name).is_dir():
+        return True
+    place, _, last = name.rpartition("/")
+    pair = last in registry().entries["head"] and (place.count("/") == 1 or "@" in place)
+    return name.startswith(HUB_PREFIX) and not pair
 
 
 def _show_costs(name: str, target: str | None, context: int, batch: int, measure: bool, as_json: bool) -> None:
@@ -77,6 +96,8 @@ def _show_costs(name: str, target: str | None, context: int, batch: int, measure
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join([first, *rest]))
+    print("\nbytes: its own weights'; moved: operands and results of every operation, the target's tables included;")
+    print("at least: what lay there before the round (weights, keys and values), once")
     print(f"\nbeside the weights a run holds {memory}")
 
 
@@ -90,4 +111,9 @@ def _short(value: float) -> str:
 def _inline(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_inline(item)}" for key, item in value.items())
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+    return ("yes" if value else "no") if isinstance(value, bool) else _printable(value)
+
+
+def _printable(value: Any) -> str:
+    """Text without what a terminal would obey; a stranger's config or card may hold it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
