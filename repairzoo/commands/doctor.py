@@ -50,4 +50,4 @@ def doctor(
         for probe in found.probes:
             print(f"{probe.name:34}  {1 + probe.accepted:5.2f}  {probe.nats:+10.2f}  {probe.z:+10.1f}")
         print("\nnats: how much likelier the target's own tokens become. A fault is clear where undoing it gives at")
-        print("least 0.03 at 2.5 standard errors and more drafts are accepted. Features of another text should do harm.")
+        print("least 0.03 at 2.5 standard errors and more drafts are accepted. Another text's features should do harm.")
