@@ -187,6 +187,10 @@ def test_generate_seed_and_tree(options):
     tree = json.loads(invoke("generate", "hello", "--json", "--tree", 12, "--max-new-tokens", 24, *options).stdout)
     chain = json.loads(invoke("generate", "hello", "--json", "--max-new-tokens", 24, *options).stdout)
     assert tree["token_ids"] == chain["token_ids"]
+    stop = chain["text"][3:5]
+    more = ["--tree", "best-first", "--stop", stop, "--max-new-tokens", 24]
+    stopped = json.loads(invoke("generate", "hello", "--json", *more, *options).stdout)
+    assert stopped["text"] == chain["text"][: chain["text"].index(stop)] and stopped["finish_reason"] == "stop"
     drawn = json.loads(invoke(*sampled, "--seed", 1, "--proposal", "sampled").stdout)
     assert drawn["stats"]["rounds_per_row"] == [drawn["stats"]["rounds"]]
     assert drawn["stats"]["drafted"] != json.loads(invoke(*sampled, "--seed", 1).stdout)["stats"]["drafted"]
