@@ -174,7 +174,9 @@ def test_a_page_that_cannot_be_written_is_told_before_it_is_made(tmp_path):
     whole_run(path)
     refused("report", path, "--html", tmp_path, words="is a folder")
     refused("report", path, "--html", path / "page.html", words="is a file, not a folder")
+    refused("report", path, "--html", tmp_path / "." / "run.jsonl", words="that is the raw file itself")
     refused("report", tmp_path / "no.jsonl", words="there is no such file")
+    assert len(report.read_raw(path)[1]) == 2
 
 
 def test_a_benchmark_never_touches_a_file_that_is_not_its_own(unloaded):
@@ -212,6 +214,9 @@ def test_a_run_goes_on_only_as_it_was_begun_and_cuts_what_a_kill_left(tmp_path):
         measure(target, [*cells, Cell(cells[0].name, cells[0].run)], prompts, path, max_new_tokens=3)
     with pytest.raises(InvalidInput, match="two prompts are s/0"):
         measure(target, cells, [prompts[0], prompts[0]], path, max_new_tokens=3)
+    with pytest.raises(InvalidInput, match=r"prompt s/long: .* has 200 tokens"):
+        measure(target, cells, [Prompt("s", "long", "a" * 200)], tmp_path / "new.jsonl", max_new_tokens=3)
+    assert not (tmp_path / "new.jsonl").exists()
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

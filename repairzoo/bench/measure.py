@@ -169,8 +169,8 @@ def measure(
         "cells": [cell.name for cell in cells],
         **(manifest or {}),
     }
+    ids = encoded(target, prompts)
     done, plain = _resume(path, head)
-    ids = [prompt_ids(target, p.text)[0] for p in prompts]
     for cell in cells:  # warm-up, the same for all and not recorded
         cell.run(ids[:1], {**options, "max_new_tokens": min(16, max_new_tokens), "temperature": 0.0})
     replayed = _first_of_suites(prompts, prefixes)
@@ -212,6 +212,17 @@ def measure(
                     line |= _prefixes(cell.zoo, ids[index], out, setting, seed, oracle)
                 lines.append(line)
             _append(path, lines)
+
+
+def encoded(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of every prompt. Raises ``InvalidInput``: names the one that the target cannot read."""
+    ids = []
+    for p in prompts:
+        try:
+            ids.append(prompt_ids(target, p.text)[0])
+        except InvalidInput as error:
+            raise InvalidInput(f"prompt {p.suite}/{p.id}: {error}") from error
+    return ids
 
 
 def record(out: Outcome, row: int = 0) -> dict[str, Any]:

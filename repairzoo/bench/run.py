@@ -10,13 +10,12 @@ from typing import Any
 
 from repairzoo.bench.machine import measured_rates, weights_hash
 from repairzoo.bench.matrix import CellSpec, cells_of, refuse_unbuildable, registry_name
-from repairzoo.bench.measure import Cell, Setting, measure, plain_cell, read_lines, zoo_cell
+from repairzoo.bench.measure import Cell, Setting, encoded, measure, plain_cell, read_lines, zoo_cell
 from repairzoo.bench.others import OTHERS, other, published_folder
 from repairzoo.bench.overhead import overhead
 from repairzoo.bench.roofline import round_cost
 from repairzoo.bench.suites import SUITES, load_suite
 from repairzoo.errors import InvalidInput
-from repairzoo.inputs import prompt_ids
 from repairzoo.registry import unknown
 from repairzoo.target import Target
 
@@ -115,7 +114,7 @@ def run(
         context = min(256, verifier.max_context // 2)
         beside = {}
         if plan.overhead and not path.exists():
-            first = prompt_ids(verifier, prompts[0].text)[0]
+            first = encoded(verifier, prompts[:1])[0]
             beside = {name: overhead(zoo, first, rounds=plan.overhead).as_dict() for name, zoo in zoos.items()}
         manifest = {
             "left_out": missing,

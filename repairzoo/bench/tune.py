@@ -20,13 +20,12 @@ from repairzoo.artifact import fingerprint
 from repairzoo.bench.cost_curve import CostCurve, measure_cost_curve
 from repairzoo.bench.machine import machine
 from repairzoo.bench.matrix import CellSpec, cells_of, registry_name
-from repairzoo.bench.measure import plain_cell, zoo_cell
+from repairzoo.bench.measure import encoded, plain_cell, zoo_cell
 from repairzoo.bench.replay import KnownText, Replayed, read_text, replay
 from repairzoo.bench.suites import Prompt
 from repairzoo.default_target import cache_folder
 from repairzoo.errors import InvalidArtifact, InvalidInput
 from repairzoo.graph import Graphs
-from repairzoo.inputs import prompt_ids
 from repairzoo.load_parts import bound_heads
 from repairzoo.registry import registry
 from repairzoo.safe_file import parse_json, replacing
@@ -161,7 +160,7 @@ def autotune(
         say(f"left out: {why}")
     target = as_target(target, device, dtype)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    ids = [prompt_ids(target, p.text)[0] for p in prompts]
+    ids = encoded(target, prompts)
     plain = plain_cell(target)
     plain.run(ids[:1], {**options, "max_new_tokens": min(8, max_new_tokens)})
     outcomes = [plain.run([row], options) for row in ids]

@@ -23,6 +23,8 @@ def report(
         place = html or run.with_suffix(".html")
         if not tables:
             may_write("--html", place)
+            if place.resolve() == run.resolve():
+                raise InvalidInput(f"--html {place}: that is the raw file itself; name another")
         from repairzoo.bench.report import markdown, overall
 
         print(overall(run), markdown(run), sep="\n\n", end="")
