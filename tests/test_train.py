@@ -450,6 +450,14 @@ def test_a_damaged_run_is_named_and_left_as_it_is(folder, backbone_run, tmp_path
     assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
 
 
+def test_a_file_is_no_folder_of_a_run(folder, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    path = write_recipe(tmp_path / "recipe.yaml", DFLASH)
+    with pytest.raises(InvalidInput, match="is a file: name a folder"):
+        commands.run_training("backbones", path, [folder], tmp_path / "file", target=target())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_run_is_not_continued_with_another_recipe(folder, backbone_run, tmp_path):
     run, path = tmp_path / "run", backbone_run.parent / "recipe.yaml"
     shutil.copytree(backbone_run, run)

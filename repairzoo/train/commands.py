@@ -25,6 +25,7 @@ from repairzoo.train.trainer import train
 def run_corpus(prompts: Path, out: Path, plan: CorpusPlan, target: str | None, dtype: str | None = None) -> None:
     """Answer prompts into a corpus folder; continues what is there."""
     rows = read_prompts(prompts)  # before the target, which takes a while
+    _refuse_file(out)
     write_corpus(load_target(target, dtype=dtype), rows, out, plan)
     shards = read_manifest(out)["shards"].values()
     answers, tokens = sum(s["answers"] for s in shards), sum(s["answer_tokens"] for s in shards)
@@ -57,6 +58,7 @@ def run_training(
         whether it was finished. ``out / "artifact"`` is loadable in either case, once a checkpoint exists.
     """
     read = read_recipe(recipe, changes)
+    _refuse_file(out)
     module = method(read.kind, group)
     kind = torch.bfloat16 if read.run.precision == "bf16" else torch.float32
     manifests = [read_manifest(folder) for folder in corpora]  # before the target, which takes a while
@@ -89,6 +91,11 @@ def run_training(
         _beside(out / "artifact", out, read, job, manifests)  # the log's last lines
     print(f"{'trained' if finished else 'interrupted; the same command continues'}: {out / 'artifact'}")
     return finished
+
+
+def _refuse_file(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"--out {out} is a file: name a folder")
 
 
 def _first_process() -> bool:
