@@ -37,6 +37,7 @@ BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0, 5_000_000.0, 10_000_000.0)
 PUBLISHED_MASKS = (151669, 248070, 4)  # Qwen3, Qwen3.5, Gemma-4 (spec of the published drafts)
 VOCABULARY = 2048  # rows of the output head that interventions are scored on
 MASKS = 24  # most mask ids that are tried
+LEAST = 4  # places that a spread is estimated from
 LOW = 2.0  # tokens a round below which a healthy draft is told to be little trained
 USEFUL = 0.5  # nats a slot that a draft gains at least from the features of the text that it continues
 CONTROL = "control"
@@ -161,8 +162,10 @@ def diagnose(
         )
     if new_tokens < backbone.block_size + 2:
         raise InvalidInput(f"new_tokens={new_tokens}: give at least block_size + 2 = {backbone.block_size + 2}")
-    if blocks < 1:
-        raise InvalidInput(f"blocks={blocks}: give at least 1 place to measure at")
+    if blocks < LEAST:
+        raise InvalidInput(
+            f"blocks={blocks}: give at least {LEAST} places, since errors are estimated from their spread"
+        )
     rounds: list[list[int]] | None = None
     request = make_request(target, _prompts(target, prompts) if texts is None else [[0]], max_new_tokens=new_tokens,
                            eos_token_id=[])  # fmt: skip
@@ -245,7 +248,7 @@ def _case(
         rows += [row] * len(places)
         anchors += places
         looped += taken
-    if len(anchors) < 4:
+    if len(anchors) < LEAST:
         raise InvalidInput(f"only {len(anchors)} blocks to look at: give more prompts or more new_tokens")
     lengths = torch.tensor([len(text) for text, _ in texts], device=device)
     near = sorted({t + d for t in backbone.tapped_layers for d in (-1, 0, 1) if -1 <= t + d < target.num_layers})

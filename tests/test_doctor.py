@@ -240,6 +240,8 @@ def test_what_cannot_be_diagnosed_is_refused(tmp_path):
         diagnose(zoo)
     with pytest.raises(InvalidInput, match="new_tokens=4"):
         diagnose(zoo, PROMPTS, new_tokens=4)
+    with pytest.raises(InvalidInput, match="blocks=3: give at least 4"):  # one place has no spread: its error is NaN
+        diagnose(zoo, PROMPTS, blocks=3)
     with pytest.raises(InvalidInput, match="blocks to look at"):
         diagnose(zoo, texts=[([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 1)])
     zoo.backbone = object()

@@ -20,7 +20,7 @@ from repairzoo.bench import report
 from repairzoo.bench.measure import Cell, measure, plain_cell
 from repairzoo.bench.suites import Prompt
 from repairzoo.cli import app
-from repairzoo.commands.shared import reporting
+from repairzoo.commands.shared import print_json, reporting
 from repairzoo.errors import InvalidInput
 from repairzoo.prompt_file import read_prompts
 
@@ -268,6 +268,13 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, arguments, words):
     ended = CliRunner().invoke(app, arguments)
     assert ended.exit_code == 130 and ended.stderr.strip() == words
     assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_json_is_json_whatever_the_numbers_are(capsys):
+    print_json({"a": [float("nan"), 1.5, {"b": float("inf")}], "c": ("x", True, None, 2)})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": [None, 1.5, {"b": None}], "c": ["x", True, None, 2],
+    }  # fmt: skip
 
 
 def test_output_that_knows_no_greek_is_no_reason_to_fail():
