@@ -34,9 +34,10 @@ from repairzoo.bench.clock import synchronise
 from repairzoo.bench.machine import machine, measured_rates
 from repairzoo.bench.measure import plain_cell, timed
 from repairzoo.bench.roofline import floor, round_cost
+from repairzoo.capture import CudaGraphs
 from repairzoo.errors import UnsupportedTarget
 from repairzoo.generation import make_request, speculate
-from repairzoo.graph import CudaGraphs, Graphs
+from repairzoo.graph import Graphs
 from repairzoo.heads.cure import CURE
 from repairzoo.heads.dels import DeLS, DeLSConfig
 from repairzoo.heads.drelay import DRelay

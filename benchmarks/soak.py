@@ -29,7 +29,8 @@ from conftest import VOCAB, causal_lm
 from round_toys import BACKBONES, HEADS, backbone_for, head_for
 
 import repairzoo
-from repairzoo.graph import Graphs, Recorder
+from repairzoo.capture import Recorder
+from repairzoo.graph import Graphs
 from repairzoo.sampling import Law, Stream, uniform
 from repairzoo.target import Target
 

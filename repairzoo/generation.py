@@ -13,8 +13,10 @@ from torch import Tensor
 
 from repairzoo.decode import Engine, State, choose
 from repairzoo.errors import InvalidInput
-from repairzoo.graph import Graphs, Launched, Runner, runner
+from repairzoo.graph import Graphs
+from repairzoo.launched import Launched
 from repairzoo.results import Generation, Stats
+from repairzoo.runner import Runner, runner
 from repairzoo.sampling import Law
 from repairzoo.target import Target
 from repairzoo.tree import TokenTree

@@ -19,8 +19,9 @@ from repairzoo.block import DraftBlock, make_pool
 from repairzoo.decode import Engine, Mark, propose, shorten, split_heads
 from repairzoo.errors import InvalidInput
 from repairzoo.generation import Session, speculate
-from repairzoo.graph import Eager, Launched
 from repairzoo.inputs import prompt_ids
+from repairzoo.launched import Launched
+from repairzoo.runner import Eager
 from repairzoo.sampling import Stream, uniform
 from repairzoo.walk import walk
 from repairzoo.zoo import Zoo

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from repairzoo.block import Corrector
 from repairzoo.capacity import Plan, plan
+from repairzoo.capture import CudaGraphs
 from repairzoo.decode import Engine, fused_walk, refuse_beside_expander, split_heads
 from repairzoo.errors import IncompatibleArtifact, InvalidInput, UnsupportedTarget
 from repairzoo.generation import (
@@ -23,7 +24,7 @@ from repairzoo.generation import (
     speculate,
     streamed,
 )
-from repairzoo.graph import CudaGraphs, Graphs
+from repairzoo.graph import Graphs
 from repairzoo.inputs import prompt_ids
 from repairzoo.kernels import check as check_kernels
 from repairzoo.linear import int8_available

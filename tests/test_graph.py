@@ -18,8 +18,9 @@ from round_toys import Knowing, backbone_for, head_for
 import repairzoo
 from repairzoo import capacity, decode
 from repairzoo.capacity import position_bucket, position_buckets, row_bucket
+from repairzoo.capture import Recorder
 from repairzoo.errors import CaptureFailed, DoesNotFit, InvalidInput
-from repairzoo.graph import Arena, Graphs, Recorder
+from repairzoo.graph import Arena, Graphs
 from repairzoo.row_law import RowLaw, filters_of
 from repairzoo.sampling import Law
 from repairzoo.target import Target
@@ -345,7 +346,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch):
     zoo = recorded(noisy(1, S))
     monkeypatch.setattr(capacity, "available", lambda device: 10_000)
     monkeypatch.setattr("repairzoo.graph.new_state", lambda *_: pytest.fail("allocated"))
-    monkeypatch.setattr("repairzoo.graph.start", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr("repairzoo.runner.start", lambda *_: pytest.fail("allocated"))
     for loop in (zoo, eager(zoo)):
         with pytest.raises(DoesNotFit, match=r"max_new_tokens") as error:
             loop.generate(prompts(1, [40]), max_new_tokens=60)

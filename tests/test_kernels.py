@@ -242,7 +242,7 @@ def test_triton_is_optional():
     """Nothing but the kernels themselves imports it."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import repairzoo.zoo, repairzoo.graph, repairzoo.kernels, repairzoo.heads.drelay, repairzoo.heads.lilicorr"
+        "import repairzoo.zoo, repairzoo.runner, repairzoo.kernels, repairzoo.heads.drelay, repairzoo.heads.lilicorr"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True)

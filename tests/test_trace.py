@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 import repairzoo
 from repairzoo import decode
 from repairzoo.capacity import leaves
-from repairzoo.graph import _Tape, pack
+from repairzoo.capture import _Tape
+from repairzoo.launched import pack
 from repairzoo.row_law import RowLaw
 from repairzoo.sampling import Law
 from repairzoo.target import KVCache, Target
