@@ -55,6 +55,17 @@ def test_out_of_time_is_said(gpu, tmp_path):
     assert "out of time" in gpu.table(result)
 
 
+def test_what_was_to_be_shown_is_judged(gpu):
+    """The bounds of issue 7: a cell that misses one is called so."""
+    good = {"of_floor": 0.9, "faster": 2.5, "host_reads": 0.0, "same_tokens": True}
+    cells = {"dflash": good, "dflash+drelay": good | {"head_share": 0.05}, "dspark": {"failed": "why"}}
+    claims = gpu.shown({"cells": cells})
+    assert len(claims) == 7 and all(claim["holds"] for claim in claims)
+    for change in ({"of_floor": 0.7}, {"faster": 1.5}, {"host_reads": 0.1}, {"same_tokens": False}):
+        assert not all(claim["holds"] for claim in gpu.shown({"cells": cells | {"dflash": good | change}}))
+    assert not gpu.shown({"cells": {"dflash": {"of_floor": 0.1}}})  # on a CPU nothing is captured
+
+
 @pytest.mark.parametrize("accept", [0, 1, 3])
 def test_forced_logits_follow_the_draft_as_long_as_they_should(gpu, accept):
     class Plain:
