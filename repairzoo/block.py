@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from repairzoo.sampling import shortlist
+
 HISTORY = 64  # verified feature rows that a block carries (DRelay, section 4.3)
 
 
@@ -69,11 +71,14 @@ def make_pool(logits: Tensor, size: int) -> Pool:
     ``topk`` leaves the order of ties open (and with it, which token is candidate 0); the argmax does not.
     """
     logits = logits.float()
-    top = logits.argmax(-1, keepdim=True)  # [B, S, 1], first of equals
-    others = logits.clamp_min(torch.finfo(logits.dtype).min)  # else candidate 0 ties with excluded ones
+    near = shortlist(logits.detach(), size)  # [B, S, M]
+    few = logits.detach() if near is None else logits.detach().gather(-1, near)
+    top = few.argmax(-1, keepdim=True)  # [B, S, 1], first of equals
+    others = few.clamp_min(torch.finfo(few.dtype).min)  # else candidate 0 ties with excluded ones
     rest = others.scatter(-1, top, float("-inf")).topk(size - 1, dim=-1).indices  # [B, S, K-1]
     ids = torch.cat([top, rest], -1)
-    return Pool(ids, logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True))
+    ids = ids if near is None else near.gather(-1, ids)
+    return Pool(ids, logits.log_softmax(-1).gather(-1, ids))
 
 
 @runtime_checkable

@@ -113,6 +113,7 @@ class Engine:
         trim: verify only the slots that some row proposes: rows saved on a CPU, for one host read a round. Without it a
             round reads nothing and keeps its shapes.
         kernels: ``"torch"``, or ``"triton"`` for fused kernels where there are any (``repairzoo.kernels``).
+        correctors, expander: the heads as ``split_heads`` parts them, once: it asks each what it is.
     """
 
     target: Target
@@ -127,8 +128,13 @@ class Engine:
     confidence: float = 0.0
     trim: bool = False
     kernels: str = "torch"
+    correctors: tuple[Corrector, ...] = field(init=False, repr=False, compare=False)
+    expander: Expander | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        correctors, expander = split_heads(self.heads)
+        object.__setattr__(self, "correctors", correctors)
+        object.__setattr__(self, "expander", expander)
         if self.confidence and self.nodes is not None:
             raise InvalidInput("a confidence threshold cuts chains: use it without tree=...")
         if self.sampled and self.law.greedy:
@@ -137,10 +143,6 @@ class Engine:
             raise InvalidInput("a tree is proposed deterministically: use proposal='argmax' with tree=...")
         if self.expander is not None:
             refuse_beside_expander(self.nodes, self.sampled)
-
-    @property
-    def expander(self) -> Expander | None:
-        return split_heads(self.heads)[1]
 
     @property
     def budget(self) -> int:
@@ -242,7 +244,7 @@ def propose(engine: Engine, block: DraftBlock, seed: Tensor) -> tuple[TokenTree,
     """
     native = [block.native] if block.native is not None else []
     pool = _pool(engine, block)
-    heads, expander = split_heads(engine.heads)
+    heads, expander = engine.correctors, engine.expander
     if engine.nodes is not None:
         tree = best_first(block, [*native, *heads], pool, engine.nodes)
         return tree, None, torch.zeros_like(tree.valid[:, 1:])
@@ -314,28 +316,29 @@ def shorten(tree: TokenTree, q: Tensor | None, repaired: Tensor) -> tuple[TokenT
     return cut, None if q is None else q[:, : size - 1], repaired[:, : size - 1]
 
 
-def branches_of(tree: TokenTree) -> tuple[Tensor, Tensor]:
+def branches_of(tree: TokenTree, reach: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Where a tree leaves its first path, ``[B, M-1]`` bool, and the nodes beside that path, ``[B]``.
 
     The first path goes to the first child everywhere: CURE's branch 0, or the likeliest token after the likeliest. A
-    node with an elder sibling begins a branch, on whichever path it lies.
+    node with an elder sibling begins a branch, on whichever path it lies. ``reach``: its ``ancestor_mask``, if known.
     """
     same = tree.parents[:, :, None] == tree.parents[:, None, :]  # [B, M, M]
     leaves = same.tril(-1).any(2) & tree.valid  # it has an elder sibling
-    beside = (ancestor_mask(tree) & leaves[:, None, :]).any(2) & tree.valid
+    reach = ancestor_mask(tree) if reach is None else reach
+    beside = (reach & leaves[:, None, :]).any(2) & tree.valid
     return leaves[:, 1:], beside.sum(1)
 
 
-def verify_mask(tree: TokenTree, anchor: Tensor, bound: int) -> Tensor:
+def verify_mask(tree: TokenTree, anchor: Tensor, bound: int, reach: Tensor | None = None) -> Tensor:
     """``[B, M, bound]`` bool: a node sees everything committed before the anchor, its ancestors and itself.
 
-    Node ``m`` of the tree lies in cache entry ``anchor + m``.
+    Node ``m`` of the tree lies in cache entry ``anchor + m``. ``reach``: the tree's ``ancestor_mask``, if known.
     """
-    size = tree.size
+    size, reach = tree.size, ancestor_mask(tree) if reach is None else reach
     relative = torch.arange(bound, device=anchor.device) - anchor[:, None]  # [B, bound]
     inside = (relative >= 0) & (relative < size)
     index = relative.clamp(0, size - 1)[:, None].expand(-1, size, -1)
-    own = ancestor_mask(tree).gather(2, index) & inside[:, None]
+    own = reach.gather(2, index) & inside[:, None]
     return own | (relative < 0)[:, None]
 
 
@@ -369,7 +372,8 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
 
     entries = position[:, None] + torch.arange(tree.size, device=position.device)  # [B, M]
     positions = position[:, None] + tree.depths
-    mask = verify_mask(tree, position, bound)
+    reach = ancestor_mask(tree)
+    mask = verify_mask(tree, position, bound, reach)
     hidden, features = target.forward(tree.tokens, positions, entries, mask, state.kv, backbone.tapped_layers)
     logits = target.logits(hidden)  # [B, M, V]
     if engine.processor is not None:
@@ -391,7 +395,7 @@ def round(engine: Engine, state: State, bound: int, mark: Mark = _no_mark) -> Ro
     mark("commit")
     branches, added = torch.zeros_like(repaired), torch.zeros_like(count)
     if engine.nodes is not None or engine.expander is not None:
-        branches, added = branches_of(tree)
+        branches, added = branches_of(tree, reach)
     drafted, path = tree.valid[:, 1:].sum(1), accepted.path[:, 1:]
     return RoundOutput(emitted, count, accepted.count, drafted, repaired, branches, added, path, stopped)
 

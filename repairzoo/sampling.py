@@ -16,6 +16,8 @@ from .errors import InvalidInput
 
 _MASK64 = (1 << 64) - 1
 _LOWEST_TEMPERATURE = 1e-30  # logits / temperature must stay finite in float32
+_BLOCK = 64  # entries of a vocabulary that are looked at together
+_BLOCKS = 4  # how many times as many of those as are looked for make it pay
 
 
 class Stream(IntEnum):
@@ -96,6 +98,30 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 def at_least_float32(x: Tensor) -> Tensor:
     """``x`` in float32, or as it is in float64: scores and ratios are never computed in half precision."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def shortlist(x: Tensor, count: int) -> Tensor | None:
+    """Indices among which ``count`` of the largest of ``x [..., V]`` are, and the first of all that equal the maximum.
+
+    A CPU finds the largest value of a block many entries at a time, and places one by one. The ``count`` blocks with
+    the largest values suffice: what lies outside is no larger than any of those.
+
+    Returns:
+        ``[..., M]`` int64, ascending; or None where looking at everything is as fast.
+    """
+    whole = x.shape[-1] // _BLOCK
+    if x.device.type != "cpu" or whole < _BLOCKS * count:
+        return None
+    best = x[..., : whole * _BLOCK].view(*x.shape[:-1], whole, _BLOCK).amax(-1)  # [..., whole]
+    first = best.argmax(-1, keepdim=True)
+    # topk leaves open which of equal blocks it takes; the first of the largest must be there, and once
+    others = best.clamp_min(torch.finfo(x.dtype).min).scatter(-1, first, -math.inf)
+    blocks = torch.cat([first, others.topk(count - 1, dim=-1).indices], -1).sort(-1).values
+    near = (blocks[..., None] * _BLOCK + torch.arange(_BLOCK, device=x.device)).flatten(-2)
+    if whole * _BLOCK < x.shape[-1]:
+        rest = torch.arange(whole * _BLOCK, x.shape[-1], device=x.device)
+        near = torch.cat([near, rest.expand(*near.shape[:-1], -1)], -1)
+    return near
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,10 +63,11 @@ def ancestor_mask(tree: TokenTree) -> Tensor:
     index = torch.arange(tree.size, device=tree.parents.device)
     reach = (tree.parents[:, :, None] == index) | (index[:, None] == index)  # itself and its parent
     steps = 1
+    ways = reach.float()
     while steps < tree.height:  # squaring doubles the steps that are covered
-        reach = torch.matmul(reach.float(), reach.float()) > 0
+        ways = torch.matmul(ways, ways).clamp_max(1)
         steps *= 2
-    return reach
+    return ways > 0
 
 
 def from_candidates(

@@ -40,16 +40,18 @@ def target_first(choice: Tensor, tree: TokenTree) -> Acceptance:
         choice: ``[B, M]`` int64, drawn from the target's processed law after each node, or its argmax.
         tree: the proposal; with ``D = tree.height``.
     """
-    node = torch.zeros_like(tree.tokens[:, 0])  # [B]
-    count, path = node, [node]
+    index = torch.arange(tree.size, device=choice.device)
+    wanted = tree.valid & (tree.tokens == choice.gather(1, tree.parents.clamp_min(0)))  # [B, M], by its parent
+    match = wanted[:, None] & (tree.parents[:, None] == index[:, None])  # [B, M, M] node, child
+    # where a walk goes from each node; once stuck, it stays there
+    then = torch.where(match.any(-1), match.to(torch.uint8).argmax(-1), index)
+    node = torch.zeros_like(choice[:, :1])
+    steps = [node]
     for _ in range(tree.height):
-        wanted = choice.gather(1, node[:, None])
-        match = tree.valid & (tree.parents == node[:, None]) & (tree.tokens == wanted)  # [B, M]
-        found = match.any(1)
-        node = torch.where(found, match.to(torch.uint8).argmax(1), node)  # once stuck, it stays stuck
-        count = count + found
-        path.append(node)
-    return Acceptance(count, torch.stack(path, 1), choice.gather(1, node[:, None])[:, 0])
+        node = then.gather(1, node)
+        steps.append(node)
+    path = torch.cat(steps, 1)
+    return Acceptance((path[:, 1:] != path[:, :-1]).sum(1), path, choice.gather(1, node)[:, 0])
 
 
 def ratio(

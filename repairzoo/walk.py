@@ -11,7 +11,7 @@ from torch import Tensor
 from .block import Corrector, DraftBlock, Pool
 from .errors import InvalidInput
 from .row_law import RowLaw
-from .sampling import Law, at_least_float32, draw
+from .sampling import Law, at_least_float32, draw, shortlist
 from .tree import TokenTree, from_candidates
 
 
@@ -106,16 +106,17 @@ def best_first(
     B, K = base.shape[0], base.shape[2]
     mass = base.logsumexp(-1).clamp_max(0) if pool is not None else None  # [B, S]
     machine = Stack(block, correctors, pool)
+    shared = None if correctors else base.log_softmax(-1)  # all prefixes have the same scores
     previous = block.anchor_ids[:, None]  # [B, W]
     so_far = torch.zeros_like(previous, dtype=base.dtype)
     tokens, parents, log_probs = [], [], []
     height = min(block.slots, nodes)
     for slot in range(height):
         W = previous.shape[1]
-        scores = base[:, slot : slot + 1]  # [B, 1, K]: without correctors all prefixes share it
-        if correctors:
-            scores = machine.step(slot, previous, scores.expand(B, W, K))
-        conditional = scores.log_softmax(-1)
+        if shared is None:
+            conditional = machine.step(slot, previous, base[:, slot, None].expand(B, W, K)).log_softmax(-1)
+        else:
+            conditional = shared[:, slot, None]  # [B, 1, K]
         if mass is not None:
             conditional = conditional + mass[:, slot, None, None]
         keep = min(nodes - slot, width or nodes)
@@ -218,8 +219,12 @@ def best_of(scores: Tensor, count: int, stable: bool) -> tuple[Tensor, Tensor]:
         order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     else:
         # sorting a vocabulary is too slow and topk leaves the order of equals open; the argmax must be the walk's
-        top = scores.argmax(-1, keepdim=True)
-        rest = scores.scatter(-1, top, float("-inf")).topk(count - 1, dim=-1)
+        near = shortlist(scores, count)
+        few = scores if near is None else scores.gather(-1, near)
+        top = few.argmax(-1, keepdim=True)
+        rest = few.scatter(-1, top, float("-inf")).topk(count - 1, dim=-1)
         # values of the masked scores: where nothing finite is left, the top may come again, and must not count twice
-        return torch.cat([scores.gather(-1, top), rest.values], -1), torch.cat([top, rest.indices], -1)
+        order = torch.cat([top, rest.indices], -1)
+        order = order if near is None else near.gather(-1, order)
+        return torch.cat([few.gather(-1, top), rest.values], -1), order
     return scores.gather(-1, order), order

@@ -205,6 +205,7 @@ def dels(target: Target, seed: int = 0, variant: str = "gru") -> Any:
     head = DeLS(config, generator(seed))
     with torch.no_grad():
         head.up.normal_(0, 4, generator=generator(seed + 1))
+    head.pack = False  # packed weights are opaque to a tracer; test_dels.py takes them
     return head.requires_grad_(False).eval()
 
 

@@ -5,6 +5,7 @@ Numbers in test docstrings refer to arXiv 2607.07409 or to the reports named the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -532,6 +533,20 @@ def test_rows_are_independent(seed, layout, pooled):
     alone = dataclasses.replace(block, logits=block.logits[:1], anchor_ids=block.anchor_ids[:1])
     pool = make_pool(alone.logits, 6) if pooled else None
     torch.testing.assert_close(run(head, alone, tokens[:1], pool)[0][0], before[0], atol=1e-5, rtol=1e-5)
+
+
+def test_packed_weights_follow_the_head_and_change_nothing():
+    """A packed recurrent matrix is made anew with the weights, and neither copied nor pickled."""
+    head, *tables = random_head(4, hidden=16)
+    block, tokens = random_block(4, tables)
+    packed = run(head, block, tokens)[0]
+    plain = copy.deepcopy(head)
+    plain.pack = False
+    for _ in range(2):
+        torch.testing.assert_close(run(head, block, tokens)[0], run(plain, block, tokens)[0], atol=1e-5, rtol=1e-5)
+        for each in (head, plain):
+            each.gru_hidden.data = each.gru_hidden.data * -2
+    assert not torch.allclose(run(head, block, tokens)[0], packed)
 
 
 @quick

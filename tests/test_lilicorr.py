@@ -290,6 +290,35 @@ def test_step_equals_oracle(seed, size, slots, layers, width, decision, scale):
     )
 
 
+def test_tables_of_serving_follow_weights_target_and_shape(monkeypatch):
+    """They give what is computed for every block, are made anew when a weight or the embedding changes, and there are
+    none of the vocabulary where they are too large."""
+    head, block = random_head(3, "float64"), random_block(3)
+    pool = make_pool(block.logits, 4)
+
+    def check(head: LiLiCorr, block: DraftBlock, pool: Pool) -> None:
+        embedded, valid = block.embedding[pool.ids], block.history_mask[:, -1]
+        want = head.scores(embedded, pool.log_probs, block.hidden, block.context, valid)
+        for got, expected in zip(head.tables(block, pool), want, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-11, rtol=1e-10)
+
+    check(head, random_block(4, slots=2), Pool(pool.ids[:, :2, :3], pool.log_probs[:, :2, :3]))
+    head.bind(block.embedding, block.output_weight)
+    made = head._served
+    check(head, block, pool)
+    assert made is not None and made.tokens is not None and head._served is made
+    for weight in (head.token_proj.weight, head.in_head.weight, head.slot_embedding):
+        weight.mul_(2)
+        check(head, block, pool)
+        assert head._served is not made
+    block.embedding = block.embedding.flip(0)
+    check(head, block, pool)
+    monkeypatch.setattr("repairzoo.heads.lilicorr.head.TABLE_BYTES", 0)
+    other = random_head(5, "float64")
+    check(other, block, pool)
+    assert other._served is not None and other._served.tokens is None
+
+
 @quick
 @given(seed=SEEDS, weights=st.sampled_from([BASE, MARGIN]))
 def test_loss_equals_oracle(seed, weights):

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from repairzoo.errors import InvalidInput
-from repairzoo.sampling import Law, Stream, draw, uniform
+from repairzoo.sampling import Law, Stream, draw, shortlist, uniform
 
 seeds = st.integers(0, 2**31)
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -19,6 +19,28 @@ ALMOST_ONE = 1 - 2.0**-53
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+@given(
+    seed=seeds,
+    size=st.integers(1, 900),
+    count=st.integers(1, 4),
+    levels=st.sampled_from([1, 2, 9, 10**6]),
+    excluded=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_shortlist_holds_the_largest_and_the_first_of_equals(seed, size, count, levels, excluded):
+    """Whatever ties and however much is minus infinity, also where the last block is not whole."""
+    g = generator(seed)
+    x = torch.randint(levels, (2, 3, size), generator=g).float()
+    x = x.masked_fill(torch.rand(2, 3, size, generator=g) < excluded, float("-inf"))
+    near = shortlist(x, count)
+    assert (near is None) == (size // 64 < 4 * count)
+    if near is not None:
+        assert (near.diff(dim=-1) > 0).all() and near.shape[-1] < size
+        found = x.gather(-1, near)
+        assert torch.equal(found.topk(count).values, x.topk(count).values)
+        assert torch.equal(near.gather(-1, found.argmax(-1, keepdim=True))[..., 0], x.argmax(-1))
 
 
 # --- uniform ---------------------------------------------------------------------------------------------------------

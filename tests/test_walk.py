@@ -352,6 +352,23 @@ def test_without_correctors_the_graph_does_not_grow_with_the_slots():
     assert size(2, True) == size(9, True)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=seeds, size=st.integers(1, 3), levels=st.sampled_from([1, 3, 10**6]), excluded=st.sampled_from([0.0, 0.999])
+)
+def test_pool_of_a_large_vocabulary_is_that_of_a_sort(seed, size, levels, excluded):
+    """Few blocks of it are looked at closely; candidate 0 is the first of equals, no token comes twice."""
+    g = generator(seed)
+    logits = torch.randint(levels, (2, 2, 64 * 12 + 7), generator=g) / 64
+    logits = logits.masked_fill(torch.rand(logits.shape, generator=g) < excluded, float("-inf"))
+    logits[..., 3] = 0.0  # a row needs a finite logit
+    pool = make_pool(logits, size)
+    assert torch.equal(pool.ids[..., 0], logits.argmax(-1))
+    assert all(len(set(ids)) == size for row in pool.ids.tolist() for ids in row)
+    assert torch.equal(logits.gather(-1, pool.ids), logits.sort(dim=-1, descending=True).values[..., :size])
+    torch.testing.assert_close(pool.log_probs, logits.log_softmax(-1).gather(-1, pool.ids))
+
+
 def test_a_pool_holds_no_token_twice_even_among_excluded_ones():
     logits = torch.full((1, 1, 6), float("-inf"))
     logits[0, 0, 4] = 1.0

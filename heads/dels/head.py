@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from repairzoo.block import DraftBlock, Pool
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int, is_real
+from repairzoo.linear import Linear
 
 TABLE_BYTES = 256 * 2**20  # the vocabulary-wide table of GRU input gates is cached up to this size
 Prepared = tuple[()] | tuple[Tensor, Tensor]
@@ -106,6 +107,7 @@ class _Bound:
     source: Tensor  # [V, X] rows looked up by token
     fold: Tensor | None  # [3G, X] input projection still to be applied to a row
     readout: Tensor  # [V, R]
+    recurrent: Linear | None  # [3G, G]; packed, it costs several prefixes hardly more than one
 
 
 class DeLS(LearnedHead):
@@ -118,10 +120,14 @@ class DeLS(LearnedHead):
     Args:
         config: structure, fusion weights and the target it belongs to.
         generator: source of the initial weights.
+
+    Attributes:
+        pack: keep a packed copy of the recurrent matrix where that is faster (CPU); it follows the weights.
     """
 
     config_type = DeLSConfig
     config: DeLSConfig
+    pack: bool = True
 
     down: nn.Parameter
     table: nn.Parameter
@@ -150,6 +156,9 @@ class DeLS(LearnedHead):
         super()._apply(fn, recurse)
         self.log_prior = prior.to(self.log_prior.device)  # half precision would round the prior
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_bound": None}  # packed copies can be neither copied nor pickled
 
     # ---- weights in and out
 
@@ -195,11 +204,12 @@ class DeLS(LearnedHead):
         Raises:
             IncompatibleArtifact: the target has another vocabulary or hidden size than the config states.
         """
-        key = self.binding_key(embedding, output_weight)
+        key = (self.pack, *self.binding_key(embedding, output_weight))
         if self._bound is not None and self._bound.key == key:
             return self._bound
         super().bind(embedding, output_weight)  # may widen the weights
-        key, c, dtype = self.binding_key(embedding, output_weight), self.config, next(self.parameters()).dtype
+        key = (self.pack, *self.binding_key(embedding, output_weight))
+        c, dtype = self.config, next(self.parameters()).dtype
         embedding, output_weight = embedding.detach()[: c.vocab_size], output_weight.detach()[: c.vocab_size]
         source, fold = embedding, None
         if c.input_table == "vocabulary":
@@ -213,7 +223,8 @@ class DeLS(LearnedHead):
         if fold is not None and small:
             source, fold = self._fold(source, fold), None
         readout = self.readout.detach() if c.output_table == "vocabulary" else self._fold(output_weight, self.up.T)
-        self._bound = _Bound(key, embedding, output_weight, source, fold, readout)
+        recurrent = Linear([self.gru_hidden.detach()], pack=self.pack) if c.variant == "gru" else None
+        self._bound = _Bound(key, embedding, output_weight, source, fold, readout, recurrent)
         return self._bound
 
     def _fold(self, rows: Tensor, matrix: Tensor) -> Tensor:
@@ -223,7 +234,8 @@ class DeLS(LearnedHead):
     # ---- the corrector
 
     def prepare(self, block: DraftBlock, pool: Pool | None) -> Prepared:
-        """Readout rows ``[B, S, K, R]`` and log-prior ``[B, S, K]`` of the pool; nothing for the whole vocabulary.
+        """Readout rows ``[B, S, K, R]`` and ``beta`` times the log-prior ``[B, S, K]`` of the pool; nothing for the
+        whole vocabulary.
 
         Raises:
             IncompatibleArtifact: the block's vocabulary or the target isn't the one this head was made for.
@@ -236,7 +248,11 @@ class DeLS(LearnedHead):
             )
         if pool is None:
             return ()
-        return F.embedding(pool.ids, bound.readout), self.log_prior[pool.ids]
+        return F.embedding(pool.ids, bound.readout), self._prior(self.log_prior[pool.ids], block.logits.dtype)
+
+    def _prior(self, log_prior: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is subtracted; without a weight +0.0, since -0.0 would turn a score of -0.0 into +0.0."""
+        return log_prior.to(dtype) * self.config.beta if self.config.beta else torch.zeros_like(log_prior, dtype=dtype)
 
     def start(self, block: DraftBlock) -> Tensor:
         """The zero state ``[B, 1, G]``: it is reset every block."""
@@ -254,11 +270,13 @@ class DeLS(LearnedHead):
         if slot > 0 or c.anchor_input:
             carry, state = self._consume(bound, previous, carry)
             if slot >= c.pure_draft_prefix_len and (c.alpha or c.beta):
-                rows, prior = (bound.readout, self.log_prior) if not prepared else (p[:, slot] for p in prepared)
+                if prepared:
+                    rows, prior = prepared[0][:, slot], prepared[1][:, slot, None]  # [B, K, R], [B, 1, K]
+                else:
+                    rows, prior = bound.readout, self._prior(self.log_prior, scores.dtype)
                 local = (state @ rows.transpose(-1, -2)).to(scores.dtype)  # [B, W, K]
-                prior = prior.unsqueeze(-2) if prepared else prior  # [B, 1, K] or [V]
                 # subtracting +0.0 changes no bit of any score, adding it would turn -0.0 into +0.0
-                return scores - ((c.beta * prior.to(scores.dtype) if c.beta else 0.0) - c.alpha * local), carry
+                return scores - (prior - c.alpha * local), carry
         return scores, carry
 
     def _consume(self, bound: _Bound, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,19 +284,18 @@ class DeLS(LearnedHead):
         inputs = F.embedding(tokens, bound.source)
         if bound.fold is not None:
             inputs = inputs.to(bound.fold.dtype) @ bound.fold.T
-        if self.config.variant == "markov":
+        if bound.recurrent is None:
             return carry, inputs
-        carry = self._gru(inputs, carry)
+        carry = self._gru(inputs, carry, bound.recurrent(carry.to(self.gru_hidden.dtype))[0])
         return carry, self._rank_state(carry)
 
-    def _gru(self, inputs: Tensor, state: Tensor) -> Tensor:
-        """One bias-free GRU step, gates r, z, n as in ``nn.GRU``; ``inputs [..., 3G]`` are already projected."""
-        from_state = (state.to(self.gru_hidden.dtype) @ self.gru_hidden.T).to(state.dtype)
-        reset_x, update_x, new_x = inputs.to(state.dtype).chunk(3, -1)
-        reset_h, update_h, new_h = from_state.chunk(3, -1)
-        update = torch.sigmoid(update_x + update_h)
-        new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
-        return (1 - update) * new + update * state
+    def _gru(self, inputs: Tensor, state: Tensor, from_state: Tensor) -> Tensor:
+        """One bias-free GRU step, gates r, z, n as in ``nn.GRU``; ``inputs [..., 3G]`` and ``from_state [..., 3G]`` are
+        already projected."""
+        gates, (inputs, from_state) = 2 * state.shape[-1], (x.to(state.dtype) for x in (inputs, from_state))
+        reset, update = torch.sigmoid(inputs[..., :gates] + from_state[..., :gates]).chunk(2, -1)
+        new = torch.tanh(inputs[..., gates:] + reset * from_state[..., gates:])
+        return new + update * (state - new)
 
     def _rank_state(self, state: Tensor) -> Tensor:
         rank = (state.to(self.rank_proj.dtype) @ self.rank_proj.T).to(state.dtype)
@@ -313,7 +330,7 @@ class DeLS(LearnedHead):
             state = gates.new_zeros(len(tokens), c.hidden or 0, dtype=_working(dtype))
             states = []
             for t in range(tokens.shape[1]):
-                state = self._gru(gates[:, t], state)
+                state = self._gru(gates[:, t], state, state.to(dtype) @ self.gru_hidden.T)
                 states.append(state)
             rank = self._rank_state(torch.stack(states, 1))
         if c.output_table == "target":

@@ -88,12 +88,13 @@ class _Served(NamedTuple):
 
     key: tuple[Any, ...]
     embedding: Tensor  # held, so that its address can't be given to another tensor
-    tokens: Tensor  # [V, 4d] slot, next query, prefix entry (2d) of every token
-    reads: Tensor  # [5d, d] of a candidate: query, key, value of the global read; queries of history and prefix
-    hidden: Tensor  # [2d + R, D] of a slot: slot mixing, prefix entry, shared residual
-    global_rank: Tensor  # [r, d] of the global read's values
-    history_rank: Tensor  # [r, d] of the history read's values
-    through: Tensor  # [d, d]
+    tokens: Tensor  # [V, 4d + R] slot, next query, prefix entry (2d), shared residual of every token
+    slots: Tensor  # [2d + r, d] of a token's slot part: candidate, direction of a prefix read, of the other reads
+    reads: Tensor  # [5d, d] of a candidate: scaled query, key, value of the global read; scaled history, prefix query
+    hidden: Tensor  # [3d + R, D] of a slot: slot mixing, prefix entry, anchor, shared residual
+    mixed: Tensor  # [R + 2d + G, d] of a mixed slot: shared residual, prefix entry, gate
+    ranks: Tensor  # [r, 2d] of the values of the global read and of the history read
+    spread: dict[tuple[int, int], Tensor]  # what `spread` makes of the global read's bias, by slots and candidates
 
 
 def wide(x: Tensor) -> Tensor:
@@ -102,20 +103,12 @@ def wide(x: Tensor) -> Tensor:
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """``[..., T, d] -> [..., heads, T, d / heads]``."""
-    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+    return x.view(*x.shape[:-1], heads, -1).transpose(-3, -2)
 
 
-def read_with_null(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention normalised jointly with one extra key and value of zero (Eq. 1).
-
-    Args:
-        logits: ``[..., T, M]`` float32 or wider; minus infinity hides an entry. value: ``[..., M, e]``.
-
-    Returns:
-        the read ``[..., T, e]`` and the mass on the null ``[..., T]``.
-    """
-    weights = F.pad(logits, (0, 1)).softmax(-1)  # the null's logit is 0
-    return weights[..., :-1].to(value.dtype) @ value, weights[..., -1]
+def with_null(entries: Tensor) -> Tensor:
+    """Keys and values ``[..., M, e]`` with one more of zero: its logit is 0, and it adds nothing (Eq. 1)."""
+    return F.pad(entries, (0, 0, 0, 1))
 
 
 def candidate_read(query: Tensor, key: Tensor, value: Tensor, log_q: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,15 +121,58 @@ def candidate_read(query: Tensor, key: Tensor, value: Tensor, log_q: Tensor, bia
     Returns:
         the reads ``[..., S, K, e]`` and the null's mass ``[..., S, K]``.
     """
-    s, k, e = query.shape[-3:]
-    slot = torch.arange(s, device=query.device).repeat_interleave(k)
-    logits = wide(query.flatten(-3, -2) @ key.flatten(-3, -2).transpose(-1, -2)) * e**-0.5
-    logits = logits + wide(log_q).flatten(-2)[..., None, :] + wide(bias)[..., slot - slot[:, None] + s - 1]
-    read, null = read_with_null(logits, value.flatten(-3, -2))
+    s, k = query.shape[-3:-1]
+    key, value = (with_null(x.flatten(-3, -2)) for x in (key, value))
+    query = (query * query.shape[-1] ** -0.5).flatten(-3, -2)
+    read, null = lattice_read(query, key, value, log_q.flatten(-2), spread(bias, s, k))
     return read.unflatten(-2, (s, k)), null.unflatten(-1, (s, k))
 
 
-def repaired_scores(scores: Tensor, change: Tensor, delta_g: Tensor, native: Tensor) -> Tensor:
+def spread(bias: Tensor, slots: int, candidates: int) -> Tensor:
+    """Bias by relative slot ``[..., 2S - 1]`` -> by candidate and candidate or null ``[..., S*K, S*K + 1]``, float32 or
+    wider."""
+    slot = torch.arange(slots, device=bias.device).repeat_interleave(candidates)
+    return F.pad(wide(bias)[..., slot - slot[:, None] + slots - 1], (0, 1))
+
+
+def lattice_read(query: Tensor, key: Tensor, value: Tensor, log_q: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`candidate_read` of a flat lattice: scaled queries ``[..., T, e]``, keys and values ``[..., T + 1, e]``
+    with their null, ``log_q [..., T]``, and a bias ``[..., T, T + 1]``."""
+    prior = F.pad(wide(log_q), (0, 1))[..., None, :] + bias
+    weights = (wide(query @ key.transpose(-1, -2)) + prior).softmax(-1)
+    return weights.to(value.dtype) @ value, weights[..., -1]
+
+
+class Contest(NamedTuple):
+    """The native candidate against all others, before and after the ranking; scores are minus infinity at the native.
+
+    Where no other candidate is possible, what stands under a logarithm is NaN.
+    """
+
+    kept: Tensor  # [..., K] bool, the native one
+    best: Tensor  # [..., 1] int64, the best other after the ranking
+    rest: Tensor  # [..., K] scores of the others, before
+    moved: Tensor  # [..., K] after
+    before: Tensor  # [..., 1] log-sum-exp of the others' scores, before
+    after: Tensor  # [..., 1] after
+    chance: Tensor  # [..., K] log-softmax of the others, after
+
+
+def contest(scores: Tensor, change: Tensor, native: Tensor) -> Contest:
+    """See :func:`repaired_scores`, whose arguments these are."""
+    kept = is_native(native, scores.shape[-1])
+    rest, moved = others(scores, kept), others(scores + change, kept)
+    best = moved.argmax(-1, keepdim=True)
+    chance = moved.log_softmax(-1)
+    # a log-sum-exp by any entry and its log-softmax: one fused operation instead of a dozen
+    before = rest.gather(-1, best) - rest.log_softmax(-1).gather(-1, best)
+    after = moved.gather(-1, best) - chance.gather(-1, best)
+    return Contest(kept, best, rest, moved, before, after, chance)
+
+
+def repaired_scores(
+    scores: Tensor, change: Tensor, delta_g: Tensor, native: Tensor, seen: Contest | None = None
+) -> Tensor:
     """Scores whose softmax is ``p_act`` and whose argmax is the gate's decision (Eq. 2 and 6; ties keep).
 
     With ``S = scores + change``, ``r`` the softmax of S over all but the native candidate and
@@ -146,13 +182,13 @@ def repaired_scores(scores: Tensor, change: Tensor, delta_g: Tensor, native: Ten
     Args:
         scores: ``[..., K]`` log q up to a constant. change: ``[..., K]`` finite (the native's is not used).
         delta_g: ``[...]`` finite. native: ``[..., 1]`` int64, the candidate that would be kept.
+        seen: their :func:`contest`, if known.
     """
-    kept = is_native(native, scores.shape[-1])
-    before = others(scores, kept).logsumexp(-1, keepdim=True)
-    after = others(scores + change, kept).logsumexp(-1, keepdim=True)
-    shift = torch.where(before == float("-inf"), 0.0, before - after)
+    c = contest(scores, change, native) if seen is None else seen
+    shift = torch.where(c.before.isnan(), 0.0, c.before - c.after)  # no other is possible
     correction = change + (delta_g[..., None] + shift)
-    return torch.where(kept, scores, scores + correction)
+    # subtracting +0.0 changes no bit of any score, adding it would turn -0.0 into +0.0
+    return torch.where(c.kept, scores, scores - (0.0 - correction))
 
 
 def is_native(native: Tensor, k: int) -> Tensor:
@@ -189,8 +225,8 @@ class DRelay(LearnedHead):
 
     What comes in counts as log q (of the backbone, of its causal part, of heads before), so the head stacks on all of
     them; pools and the candidate read use the backbone's own log-probabilities, which the walk does not change. The
-    carry is the ranks chosen so far, ``[B, W, slot]``: entries of all candidates are computed once, and only those of
-    chosen candidates are ever looked at. A new head returns the scores it was given, bit for bit.
+    carry is the prefix memory, the entries of the anchor and of the tokens chosen so far, ``[B, W, slot * 2d]``: those
+    of all candidates are computed once. A new head returns the scores it was given, bit for bit.
 
     Args:
         config: structure and the target it belongs to.
@@ -202,7 +238,7 @@ class DRelay(LearnedHead):
     def __init__(self, config: DRelayConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = c = config
-        self._gate: tuple[Any, tuple[Tensor, ...]] | None = None
+        self._gate: tuple[Any, Tensor] | None = None
         self._served: _Served | None = None
         D, d, dtype = c.hidden_size, c.width, c.torch_dtype
 
@@ -311,19 +347,19 @@ class DRelay(LearnedHead):
 
     def _history(self, n: Tensor, block: DraftBlock) -> Tensor:
         """What every candidate ``n [B, S, K, d]`` finds among the last verified features; 0 where there are none."""
-        return self.history_out(self._history_read(self.history_query(n), block))
+        scale = (self.config.width // self.config.heads) ** -0.5
+        return self.history_out(self._history_read(self.history_query(n) * scale, block))
 
     def _history_read(self, query: Tensor, block: DraftBlock) -> Tensor:
-        """The values that queries ``[B, S, K, d]`` read, ``[B, S, K, d]``."""
+        """The values that scaled queries ``[B, S, K, d]`` read, ``[B, S, K, d]``."""
         c = self.config
         start = block.history.shape[1] - c.history
         rows, seen = block.history[:, start:].to(query.dtype), block.history_mask[:, start:]  # [B, M, D], [B, M]
-        key, value = (split_heads(x, c.heads) for x in self.history_kv(rows).chunk(2, -1))
+        key, value = (split_heads(x, c.heads) for x in with_null(self.history_kv(rows)).chunk(2, -1))
         q = split_heads(query.flatten(1, 2), c.heads)  # [B, heads, S*K, d / heads]
-        logits = wide(q @ key.transpose(-1, -2)) * q.shape[-1] ** -0.5
-        logits = logits.masked_fill(~seen[:, None, None], float("-inf"))
-        read, _ = read_with_null(logits, value)
-        return read.transpose(1, 2).flatten(-2).view_as(query)
+        hidden = F.pad(~seen, (0, 1))[:, None, None]  # the null is always seen
+        weights = wide(q @ key.transpose(-1, -2)).masked_fill(hidden, float("-inf")).softmax(-1)
+        return (weights.to(value.dtype) @ value).transpose(1, 2).flatten(-2).view_as(query)
 
     # ---- the same for serving, with what depends on weights and vocabulary alone multiplied out
 
@@ -331,87 +367,112 @@ class DRelay(LearnedHead):
     def bind(self, embedding: Tensor, output_weight: Tensor) -> None:
         """See :meth:`LearnedHead.bind`; also makes the tables of serving, so that no round has to."""
         super().bind(embedding, output_weight)
-        self._tables(embedding)
+        tables = self._tables(embedding)
+        if tables is not None:
+            self._spread(tables, self.config.slots, self.config.pool_size)
+        self._folded_gate()
 
     def _tables(self, embedding: Tensor) -> _Served | None:
         """Tables of this embedding and these weights, made anew when either changes; None where they are too large."""
-        d, weight = self.config.width, self.gate_out.weight
-        if embedding.shape[0] * 4 * d * weight.dtype.itemsize > TABLE_BYTES:
+        c, weight = self.config, self.gate_out.weight
+        d = c.width
+        if embedding.shape[0] * (4 * d + c.residual) * weight.dtype.itemsize > TABLE_BYTES:
             return None
-        try:
-            key = self.binding_key(embedding)
-        except RuntimeError:  # a tensor without storage: something is being traced, and nothing of it may be kept
+        if _traced(embedding):
             return None
+        key = self.binding_key(embedding)
         if self._served is None or self._served.key != key:
-            by_token = self.prefix_kv.weight.chunk(4, -1)[2]
+            _, by_z, by_token, _ = self.prefix_kv.weight.detach().chunk(4, -1)
             entry = _product(by_token, self.prefix_token.weight)
             last = _product(self.prefix_last.weight, self.query_token.weight)
-            columns = torch.cat((self.slot_token.weight, last, entry))  # [4d, D]
-            through = _product(self.prefix_rank.weight.T, self.candidate_rank.weight)  # [d, d] of e
-            hidden = (self.slot_hidden.weight, self.prefix_hidden.weight, self.residual_in.weight[:, :-d])
-            self._served = _Served(
+            columns = torch.cat((self.slot_token.weight, last, entry, self.residual_out.weight.T))  # [4d + R, D]
+            through = _product(self.prefix_rank.weight.T, self.candidate_rank.weight)
+            through = _product(self.prefix_out.weight.T, through)  # [d, d] of e
+            hidden = (self.slot_hidden, self.prefix_hidden, self.anchor)
+            ranks = (
+                _product(self.global_rank.weight, self.read_out.weight),
+                _product(self.history_rank.weight, self.history_out.weight),
+            )
+            mixed = (self.residual_in.weight[:, -d:], by_z, self.gate_in.weight[:, d : 2 * d])
+            scale = (d // c.heads) ** -0.5
+            q, kv = self.read_qkv.weight.split((d, 2 * d))
+            served = _Served(
                 key=key,
                 embedding=embedding,
-                tokens=_product(embedding.detach(), columns.T).to(weight.dtype),
-                reads=torch.cat((self.read_qkv.weight, self.history_query.weight, self.prefix_query.weight)).detach(),
-                hidden=torch.cat(hidden).detach(),
-                global_rank=_product(self.global_rank.weight, self.read_out.weight),
-                history_rank=_product(self.history_rank.weight, self.history_out.weight),
-                through=_product(self.prefix_out.weight.T, through),
+                tokens=_product(embedding, columns.T).to(weight.dtype),
+                slots=torch.cat((self.candidate.weight, through, self.candidate_rank.weight)).detach(),
+                reads=torch.cat((q * scale, kv, self.history_query.weight * scale, self.prefix_query.weight)).detach(),
+                hidden=torch.cat((*(x.weight for x in hidden), self.residual_in.weight[:, :-d])).detach(),
+                mixed=torch.cat(mixed).detach(),
+                ranks=torch.cat(ranks, 1),
+                spread={},
             )
+            if _traced(served.tokens):
+                return None
+            self._served = served
         return self._served
+
+    def _spread(self, t: _Served, slots: int, candidates: int) -> Tensor:
+        """``[heads, S*K, S*K + 1]`` bias of the global read; a shorter block keeps the trained offset of relative
+        slots."""
+        if (slots, candidates) not in t.spread:
+            first = self.config.slots - slots
+            made = spread(self.read_bias[:, first : first + 2 * slots - 1], slots, candidates)
+            if _traced(made):
+                return made
+            t.spread[slots, candidates] = made
+        return t.spread[slots, candidates]
 
     def _serve(self, t: _Served, block: DraftBlock, pool: Pool) -> Prepared:
         """:meth:`encode` with the tables ``t``."""
         c, dtype = self.config, self.gate_out.weight.dtype
         d, (s, k) = c.width, pool.ids.shape[1:]
         self._check(s, k)
+        R = c.residual
         hidden, context = block.hidden.to(dtype), block.context.to(dtype)
         log_q = wide(pool.log_probs)
         pi = log_q.softmax(-1).to(dtype)
-        e, last, entry_token = F.embedding(pool.ids, t.tokens).split((d, d, 2 * d), -1)  # [B, S, K, ...]
-        _, last_anchor, anchor_token = F.embedding(block.anchor_ids, t.tokens).split((d, d, 2 * d), -1)
-        own, entry_hidden, inner = F.linear(hidden, t.hidden).split((d, d, c.residual), -1)
+        e, last, entry_token, through_e = F.embedding(pool.ids, t.tokens).split((d, d, 2 * d, R), -1)  # [B, S, K, ...]
+        _, last_anchor, entry_anchor, _ = F.embedding(block.anchor_ids, t.tokens).split((d, d, 2 * d, R), -1)
+        rows = F.linear(torch.cat((hidden, context[:, None]), 1), t.hidden)  # [B, S + 1, 3d + R]
+        own, by_context = rows[:, :s], rows[:, s]
 
-        u = own + (pi[..., None, :] @ e)[..., 0, :] + self.slot_embedding[:s]
+        u = own[..., :d] + (pi[..., None, :] @ e)[..., 0, :] + self.slot_embedding[:s]
         u = u + self.slot_stats(slot_stats(log_q).to(dtype))
         for layer in self.slot_layers:
             u = layer(u)  # [B, S, d]
-        n = self.candidate_norm(u[:, :, None] + self.candidate(e))
+        about_e, through, direction = F.linear(e, t.slots).split((d, d, c.rank), -1)
+        n = self.candidate_norm(u[:, :, None] + about_e)
         reads = F.linear(n, t.reads)  # [B, S, K, 5d]
-        q, key, value, past, query = (reads[..., i * d : (i + 1) * d] for i in range(5))
-        q, key, value = (split_heads(x.flatten(1, 2), c.heads).unflatten(-2, (s, k)) for x in (q, key, value))
-        first = c.slots - s
-        read, null = candidate_read(q, key, value, log_q[:, None], self.read_bias[:, first : first + 2 * s - 1])
-        read = read.permute(0, 2, 3, 1, 4).flatten(-2)  # [B, S, K, d]
+        lattice = reads.flatten(1, 2)  # [B, S*K, 5d]
+        q = split_heads(lattice[..., :d], c.heads)
+        key, value = (split_heads(x, c.heads) for x in with_null(lattice[..., d : 3 * d]).chunk(2, -1))
+        read, null = lattice_read(q, key, value, log_q.flatten(1)[:, None], self._spread(t, s, k))
+        read = read.transpose(1, 2).flatten(-2).unflatten(1, (s, k))  # [B, S, K, d]
         lam = torch.sigmoid(self.fusion(torch.cat((hidden, u), -1)))  # [B, S, 1]
         z = u + lam * self.read_out((pi[..., None, :] @ read)[..., 0, :])
 
-        rows = self._history_read(past, block)
-        inner = inner + F.linear(z, self.residual_in.weight[:, -d:], self.residual_in.bias)
-        shared = self.residual_out(F.silu(inner))  # [B, S, D]
-        direction = self.candidate_rank(e)
-        static = (wide(F.embedding(pool.ids, block.embedding).to(dtype)) @ wide(shared)[..., None])[..., 0]
-        ranks = lam[..., None] * F.linear(read, t.global_rank) + F.linear(rows, t.history_rank)
-        static = static + (wide(ranks) * wide(direction)).sum(-1)
+        inner, entry_z, gate_z = F.linear(z, t.mixed).split((R, 2 * d, c.gate), -1)
+        inner = F.silu(own[..., 3 * d :] + (inner + self.residual_in.bias))  # [B, S, R]
+        past = self._history_read(reads[..., 3 * d : 4 * d], block)
+        ranks = F.linear(torch.cat((lam[..., None] * read, past), -1), t.ranks)
+        static = (wide(through_e) @ wide(inner)[..., None])[..., 0] + (wide(ranks) * wide(direction)).sum(-1)
 
-        by_hidden, by_z, _, by_anchor = self.prefix_kv.weight.chunk(4, -1)
-        about = F.linear(self.anchor(context), by_anchor)
-        entry_slot = F.linear(entry_hidden, by_hidden) + F.linear(z, by_z) + about[:, None]
-        entry_anchor = F.linear(self.prefix_hidden(context), by_hidden) + about + anchor_token
-        gate_hidden, gate_z = self.gate_in.weight[:, :d], self.gate_in.weight[:, d : 2 * d]
+        by_hidden, _, _, by_anchor = self.prefix_kv.weight.chunk(4, -1)
+        about = F.linear(by_context[:, 2 * d : 3 * d], by_anchor)
+        entries = F.linear(rows[..., d : 2 * d], by_hidden) + about[:, None]  # [B, S + 1, 2d]
         return Prepared(
             ids=pool.ids,
             static=static,
-            query=query,
+            query=reads[..., 4 * d :],
             last=last,
             last_anchor=last_anchor,
             entry_token=entry_token,
-            entry_slot=entry_slot,
-            entry_anchor=entry_anchor,
-            through=F.linear(e, t.through),
-            gate=F.linear(own, gate_hidden, self.gate_in.bias) + F.linear(z, gate_z),
-            null_mass=null.mean(1),
+            entry_slot=entries[:, :s] + entry_z,
+            entry_anchor=entries[:, s] + entry_anchor,
+            through=through,
+            gate=F.linear(own[..., :d], self.gate_in.weight[:, :d], self.gate_in.bias) + gate_z,
+            null_mass=null.unflatten(-1, (s, k)).mean(1),
             fusion=lam[..., 0],
         )
 
@@ -428,7 +489,7 @@ class DRelay(LearnedHead):
             visible: ``[..., M]`` bool, or None for all. static, scores: ``[..., K]``. gate: ``[..., G]``.
         """
         c = self.config
-        d, k = c.width, scores.shape[-1]
+        d = c.width
         q = split_heads(query, c.heads)
         key, value = (split_heads(x, c.heads) for x in memory.chunk(2, -1))
         logits = wide(q @ key.transpose(-1, -2)) * q.shape[-1] ** -0.5  # [..., heads, K, M]
@@ -438,13 +499,13 @@ class DRelay(LearnedHead):
         change = (static + (wide(read) * wide(through)).sum(-1)).to(scores.dtype)
 
         native = scores.argmax(-1, keepdim=True)  # [..., 1]; candidate 0 unless something came before this head
-        best = others(scores + change, is_native(native, k)).argmax(-1, keepdim=True)
-        pair = torch.cat((native, best), -1)
-        reads = self.prefix_out(read.gather(-2, pair[..., None].expand(*pair.shape, d))).flatten(-2)  # [..., 2d]
-        stats = gate_stats(wide(scores), wide(change), native, best).to(reads.dtype)
-        inner = gate + F.linear(torch.cat((reads, stats), -1), self.gate_in.weight[:, 2 * d :])
+        seen = contest(scores, change, native)
+        pair = torch.cat((native, seen.best), -1)
+        reads = read.gather(-2, pair[..., None].expand(*pair.shape, d)).flatten(-2)  # [..., 2d]
+        stats = gate_stats(scores, change, native, seen).to(reads.dtype)
+        inner = gate + F.linear(torch.cat((reads, stats), -1), self._folded_gate().to(reads.dtype))
         delta_g = wide(self.gate_out(F.silu(inner)))[..., 0].to(scores.dtype)
-        return repaired_scores(scores, change, delta_g, native)
+        return repaired_scores(scores, change, delta_g, native, seen)
 
     # ---- the corrector
 
@@ -457,32 +518,32 @@ class DRelay(LearnedHead):
         return self.encode(block, pool) if tables is None else self._serve(tables, block, pool)
 
     def start(self, block: DraftBlock) -> Tensor:
-        """No rank chosen yet: ``[B, 1, 0]`` int64."""
-        return torch.zeros(len(block.anchor_ids), 1, 0, dtype=torch.int64, device=block.anchor_ids.device)
+        """Nothing remembered yet: ``[B, 1, 0]``."""
+        weight = self.gate_out.weight
+        return torch.zeros(len(block.anchor_ids), 1, 0, dtype=weight.dtype, device=weight.device)
 
     @torch.no_grad()
     def step(
         self, prepared: Prepared, carry: Tensor, slot: int, previous: Tensor, scores: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One slot for ``W`` prefixes; see ``Corrector.step``. ``carry`` and the result are ``[B, W, slot]``."""
+        """One slot for ``W`` prefixes; see ``Corrector.step``. ``carry`` comes with ``slot`` entries, leaves with one
+        more."""
         p = prepared
         b, w = previous.shape
-        k, width = p.ids.shape[-1], p.entry_anchor.shape[-1]
-        last = p.last_anchor[:, None, None]  # [B, 1, 1, d]
-        memory = p.entry_anchor[:, None, None].expand(b, w, 1, width)
-        if slot > 0:
-            rank = (p.ids[:, slot - 1, None] == previous[..., None]).to(torch.uint8).argmax(-1)  # [B, W]
-            carry = torch.cat((carry, rank[..., None]), -1)
-            at = carry + k * torch.arange(slot, device=carry.device)  # [B, W, slot] among all candidates
-            tokens = p.entry_token[:, :slot].flatten(1, 2).gather(1, at.flatten(1)[..., None].expand(-1, -1, width))
-            chosen = tokens.unflatten(1, (w, slot)) + p.entry_slot[:, None, :slot]
-            memory = torch.cat((memory, chosen), 2)
-            last = p.last[:, slot - 1].gather(1, rank[..., None].expand(-1, -1, p.last.shape[-1]))[:, :, None]
+        width = p.entry_anchor.shape[-1]
+        if slot == 0:
+            last, entry = p.last_anchor[:, None, None], p.entry_anchor[:, None].expand(b, w, width)
+        else:
+            found = p.ids[:, slot - 1, None] == previous[..., None]  # [B, W, K]
+            rank = found.to(torch.uint8).argmax(-1, keepdim=True)  # [B, W, 1]
+            last = p.last[:, slot - 1].gather(1, rank.expand(b, w, width // 2))[:, :, None]  # [B, W, 1, d]
+            entry = p.entry_token[:, slot - 1].gather(1, rank.expand(b, w, width)) + p.entry_slot[:, slot - 1, None]
+        carry = torch.cat((carry, entry), -1)
         new = self._finish(
-            p.query[:, None, slot] + last, memory, None, p.static[:, None, slot], p.through[:, None, slot],
-            p.gate[:, None, slot], scores,
+            p.query[:, None, slot] + last, carry.unflatten(-1, (slot + 1, width)), None, p.static[:, None, slot],
+            p.through[:, None, slot], p.gate[:, None, slot], scores,
         )  # fmt: skip
-        return torch.where(new == scores, scores, new), carry  # adding 0.0 has turned -0.0 into 0.0
+        return new, carry
 
     @torch.no_grad()
     def chain(self, block: DraftBlock, pool: Pool, base: Tensor) -> tuple[Tensor, Tensor]:
@@ -510,16 +571,29 @@ class DRelay(LearnedHead):
         )
         return drelay_walk(parts, self._gate_weights(), base, self.config.heads)
 
+    def _folded_gate(self) -> Tensor:
+        """``[G, 2d + 8]`` float32 or wider: the gate on two prefix reads, their output projection multiplied in, and on
+        the statistics.
+
+        Without gradient it is made anew only after the weights have changed.
+        """
+        source = (self.gate_in.weight, self.prefix_out.weight)
+        state = None
+        if not torch.is_grad_enabled():
+            state = tuple((w.data_ptr(), w.dtype, 0 if w.is_inference() else w._version) for w in source)
+            if self._gate is not None and self._gate[0] == state:
+                return self._gate[1]
+        d, (inner, out) = self.config.width, (wide(w) for w in source)
+        parts = (inner[:, 2 * d : 3 * d] @ out, inner[:, 3 * d : 4 * d] @ out, inner[:, 4 * d :])
+        folded = torch.cat(parts, 1)
+        if state is not None and not _traced(folded):
+            self._gate = (state, folded)
+        return folded
+
     def _gate_weights(self) -> tuple[Tensor, ...]:
-        """The gate with the prefix reads' output projection multiplied in; made anew after the weights have changed."""
-        source = (self.gate_in.weight, self.prefix_out.weight, self.gate_out.weight, self.gate_out.bias)
-        state = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in source)
-        if self._gate is None or self._gate[0] != state:
-            d = self.config.width
-            inner, out = self.gate_in.weight.float(), self.prefix_out.weight.float()
-            parts = (inner[:, 2 * d : 3 * d] @ out, inner[:, 3 * d : 4 * d] @ out, inner[:, 4 * d :])
-            self._gate = (state, (*parts, self.gate_out.weight.float()[0], self.gate_out.bias.float()))
-        return self._gate[1]
+        """The gate as the kernel takes it, float32."""
+        parts = self._folded_gate().float().split((self.config.width, self.config.width, GATE_STATS), 1)
+        return (*parts, self.gate_out.weight.float()[0], self.gate_out.bias.float())
 
     # ---- teacher forcing
 
@@ -558,35 +632,41 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return (wide(left.detach()) @ wide(right.detach())).to(left.dtype)
 
 
+def _traced(x: Tensor) -> bool:
+    """Whether a tensor has no storage: something is being traced, and nothing of it may be kept."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
 def slot_stats(log_q: Tensor) -> Tensor:
     """``[..., K] -> [..., 6]``: log q_0, pool mass, best alternative, odds of any alternative, entropy, top share."""
-    mass = log_q.logsumexp(-1)
-    pi = log_q.log_softmax(-1)
-    entropy = -(pi.exp() * pi.clamp_min(_LOWEST)).sum(-1)
-    odds = log_q[..., 1:].logsumexp(-1) - log_q[..., 0]
-    columns = (log_q[..., 0], mass.exp(), log_q[..., 1:].amax(-1) - log_q[..., 0], odds, entropy, pi[..., 0].exp())
+    first, pi, share = log_q[..., 0], log_q.log_softmax(-1), log_q.softmax(-1)
+    mass = (first - pi[..., 0]).exp()
+    entropy = -(share * pi.clamp_min(_LOWEST)).sum(-1)
+    odds = log_q[..., 1:].logsumexp(-1) - first
+    columns = (first, mass, log_q[..., 1:].amax(-1) - first, odds, entropy, share[..., 0])
     return torch.stack(columns, -1).clamp(_LOWEST, -_LOWEST)
 
 
-def gate_stats(scores: Tensor, change: Tensor, native: Tensor, best: Tensor) -> Tensor:
+def gate_stats(scores: Tensor, change: Tensor, native: Tensor, seen: Contest) -> Tensor:
     """``[..., 8]`` of incoming scores, their change, the native candidate and the best other; shifts cancel."""
-    kept = is_native(native, scores.shape[-1])
-    rest = others(scores, kept)
-    odds = rest.logsumexp(-1) - scores.gather(-1, native)[..., 0]
-    r = others(scores + change, kept).log_softmax(-1)
-    r_best = r.gather(-1, best)[..., 0]
-    pi = scores.log_softmax(-1)
+    pair = torch.cat((native, seen.best), -1)
+    score, moved, share = (x.gather(-1, pair) for x in (scores, change, scores.softmax(-1)))  # [..., 2] native, best
+    odds = seen.before - score[..., :1]
+    chance = seen.chance.gather(-1, seen.best)
     columns = (
         odds,
-        r_best,
-        odds + r_best,  # what decides without the gate's own say
-        pi.gather(-1, native)[..., 0].exp(),
-        pi.gather(-1, best)[..., 0].exp(),
-        (change.gather(-1, best) - change.gather(-1, native))[..., 0],
-        -(r.exp() * r.clamp_min(_LOWEST)).sum(-1),
-        (scores.gather(-1, best)[..., 0] == rest.amax(-1)).to(scores.dtype),  # the ranking left the favourite
+        chance,
+        odds + chance,  # what decides without the gate's own say
+        share,
+        moved[..., 1:] - moved[..., :1],
+        -(seen.moved.softmax(-1) * seen.chance.clamp_min(_LOWEST)).sum(-1, keepdim=True),
+        (score[..., 1:] == seen.rest.amax(-1, keepdim=True)).to(scores.dtype),  # the ranking left the favourite
     )
-    return torch.stack(columns, -1).nan_to_num(_LOWEST).clamp(_LOWEST, -_LOWEST)
+    return torch.cat(columns, -1).nan_to_num(_LOWEST).clamp(_LOWEST, -_LOWEST)
 
 
 def new_config(preset: str, **values: Any) -> DRelayConfig:

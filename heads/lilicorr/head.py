@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int, is_re
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor]
 LOWEST = -1e6  # a token that the draft excludes has a log-probability of minus infinity, a feature must be finite
+TABLE_BYTES = 256 * 2**20  # the product of the whole vocabulary's embeddings is kept up to this size
 FEATURES = 5  # log p, p, log p - max, rank / (k - 1), rank == 0
 
 
@@ -110,6 +111,21 @@ class _Layer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class _Fixed(NamedTuple):
+    """What depends on the weights and on the shape of the lattice alone."""
+
+    places: Tensor  # [S, K, W] slot and rank embeddings
+    bias: Tensor  # [heads, S*K, S*K] of the attention
+    factor: tuple[Tensor, Tensor]  # weight [2F, W] and bias [2F] of both unit vectors
+
+
+class _Served(NamedTuple):
+    key: tuple[Any, ...]
+    embedding: Tensor  # held, so that its address can't be given to another tensor
+    tokens: Tensor | None  # [V, W] projected embeddings, where they are not too large
+    fixed: dict[tuple[int, int], _Fixed]  # by slots and candidates
+
+
 class LiLiCorr(LearnedHead):
     """The LiLiCorr head, a corrector (``repairzoo.block.Corrector``).
 
@@ -129,6 +145,7 @@ class LiLiCorr(LearnedHead):
     def __init__(self, config: LiLiCorrConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
+        self._served: _Served | None = None
         d, w, f, dtype = config.hidden_size, config.width, config.factor_dim, config.torch_dtype
 
         def linear(inner: int, outer: int) -> nn.Linear:
@@ -180,61 +197,106 @@ class LiLiCorr(LearnedHead):
         Raises:
             IncompatibleArtifact: more slots or candidates than were trained.
         """
-        out, inward, anchor = self.factors(embedded, log_probs, hidden, context, valid)
-        scale = self.config.logit_scale
-        start = scale * (inward[:, 0] @ anchor[..., None])[..., 0]  # [N, K]
-        return start, scale * out[:, :-1] @ inward[:, 1:].transpose(-1, -2)
+        fixed = self._fixed(*log_probs.shape[1:])
+        tokens = self.token_proj(embedded.to(self.out_head.weight.dtype))
+        return self._lattice(fixed, tokens, log_probs, hidden, context, valid)
 
-    def factors(
-        self, embedded: Tensor, log_probs: Tensor, hidden: Tensor, context: Tensor, valid: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Unit vectors: out and in ``[N, S, K, F]`` of every candidate and out ``[N, F]`` of the anchor."""
-        c, dtype = self.config, self.out_head.weight.dtype
+    def _lattice(
+        self, fixed: _Fixed, tokens: Tensor, log_probs: Tensor, hidden: Tensor, context: Tensor, valid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`scores` of projected embeddings ``tokens [N, S, K, W]``."""
+        dtype = self.out_head.weight.dtype
         n, s, k = log_probs.shape
-        if s > c.slots or k > c.candidates:
-            raise IncompatibleArtifact(
-                f"lilicorr head for {c.target_id}: a block of {s} slots with {k} candidates; trained for at most "
-                f"{c.slots} slots and {c.candidates} candidates"
-            )
-        x = self.token_proj(embedded.to(dtype)) + self.pass_hidden_proj(hidden.to(dtype))[:, :, None]
-        x = x + self.feature_mlp(candidate_features(wide(log_probs)).to(dtype))
-        x = x + self.slot_embedding[0, :, :s] + self.rank_embedding[0, :, :, :k]  # [N, S, K, W]
+        x = tokens + self.pass_hidden_proj(hidden.to(dtype))[:, :, None] + fixed.places
+        x = x + self.feature_mlp(candidate_features(wide(log_probs)).to(dtype))  # [N, S, K, W]
         x = x.reshape(n, s * k, -1)
-        bias = self._bias(s, k)
         for layer in self.layers:
-            x = layer(x, bias)
+            x = layer(x, fixed.bias)
         x = self.output_norm(x).reshape(n, s, k, -1)
         # zeroed after the projection, which has a bias
         anchor = self.anchor_norm(self.context_proj(context.to(dtype)) * valid[:, None].to(dtype))  # [N, W]
         beside = anchor[:, None, None].expand_as(x)
         f = F.silu(self.factor_input_proj(torch.cat((x, beside, x * beside), -1)))
-        return self._unit(self.out_head(f)), self._unit(self.in_head(f)), self._unit(self.anchor_out_head(anchor))
+        out, inward = self._unit(F.linear(f, *fixed.factor).unflatten(-1, (2, -1))).unbind(-2)  # [N, S, K, F]
+        first = self._unit(self.anchor_out_head(anchor))  # [N, F]
+        scale = self.config.logit_scale
+        start = scale * (inward[:, 0] @ first[..., None])[..., 0]  # [N, K]
+        return start, scale * out[:, :-1] @ inward[:, 1:].transpose(-1, -2)
 
     def _unit(self, x: Tensor) -> Tensor:
         return F.normalize(wide(x), dim=-1, eps=self.config.vector_eps)
 
-    def _bias(self, slots: int, candidates: int) -> Tensor:
-        """``[heads, S*K, S*K]``; a shorter block keeps the trained offset of relative slots."""
+    def _fixed(self, slots: int, candidates: int) -> _Fixed:
+        c = self.config
+        if slots > c.slots or candidates > c.candidates:
+            raise IncompatibleArtifact(
+                f"lilicorr head for {c.target_id}: a block of {slots} slots with {candidates} candidates; trained for "
+                f"at most {c.slots} slots and {c.candidates} candidates"
+            )
         slot = torch.arange(slots, device=self.same_slot_bias.device).repeat_interleave(candidates)
-        apart = slot[:, None] - slot  # query minus key
-        bias = self.relative_slot_bias[:, apart + self.config.block_size - 1]
-        return wide(bias + self.same_slot_bias[:, None, None] * (apart == 0))
+        apart = slot[:, None] - slot  # query minus key; a shorter block keeps the trained offset of relative slots
+        bias = self.relative_slot_bias[:, apart + c.block_size - 1]
+        heads = (self.out_head, self.in_head)
+        return _Fixed(
+            places=self.slot_embedding[0, 0, :slots] + self.rank_embedding[0, 0, :, :candidates],
+            bias=wide(bias + self.same_slot_bias[:, None, None] * (apart == 0)),
+            factor=(torch.cat([h.weight for h in heads]), torch.cat([h.bias for h in heads])),
+        )
+
+    def _serving(self, embedding: Tensor, slots: int, candidates: int) -> tuple[Tensor | None, _Fixed]:
+        """Projected embeddings and tables of this shape, made anew when the embedding or a weight changes."""
+        if _traced(embedding):
+            return None, self._fixed(slots, candidates)
+        key = self.binding_key(embedding)
+        if self._served is None or self._served.key != key:
+            tokens, dtype = None, self.out_head.weight.dtype
+            if embedding.shape[0] * self.config.width * dtype.itemsize <= TABLE_BYTES:
+                tokens = self.token_proj(embedding.detach().to(dtype))
+                if _traced(tokens):
+                    return None, self._fixed(slots, candidates)
+            self._served = _Served(key, embedding, tokens, {})
+        known = self._served.fixed
+        if (slots, candidates) not in known:
+            made = self._fixed(slots, candidates)
+            if _traced(made.bias):
+                return self._served.tokens, made
+            known[slots, candidates] = made
+        return self._served.tokens, known[slots, candidates]
 
     # ---- the corrector
 
     @torch.no_grad()
-    def prepare(self, block: DraftBlock, pool: Pool | None) -> Prepared:
-        """Start ``[B, K]``, pair tables ``[B, S-1, K, K]``, and the pool's ids and log-probabilities ``[B, S, K']``.
+    def bind(self, embedding: Tensor, output_weight: Tensor) -> None:
+        """See :meth:`LearnedHead.bind`; also makes the tables of serving, so that no round has to."""
+        super().bind(embedding, output_weight)
+        self._serving(embedding, self.config.slots, self.config.pool_size)
+
+    @torch.no_grad()
+    def tables(self, block: DraftBlock, pool: Pool) -> tuple[Tensor, Tensor]:
+        """Start ``[B, K]`` and pair tables ``[B, S-1, K, K]`` of psi.
 
         A pool that is larger than the trained one (for the sake of another head) is served in its first ranks.
         """
-        if pool is None:
-            raise InvalidInput("lilicorr chooses within a pool: walk it with pool=make_pool(block.logits, pool_size)")
         served = min(pool.ids.shape[-1], self.config.candidates)
         ids, log_probs = pool.ids[..., :served], pool.log_probs[..., :served]
-        start, pair = self.scores(
-            F.embedding(ids, block.embedding), log_probs, block.hidden, block.context, block.history_mask[:, -1]
-        )
+        tokens, fixed = self._serving(block.embedding, *ids.shape[1:])
+        if tokens is None:
+            projected = self.token_proj(F.embedding(ids, block.embedding).to(self.out_head.weight.dtype))
+        else:
+            projected = F.embedding(ids, tokens)
+        return self._lattice(fixed, projected, log_probs, block.hidden, block.context, block.history_mask[:, -1])
+
+    @torch.no_grad()
+    def prepare(self, block: DraftBlock, pool: Pool | None) -> Prepared:
+        """Start ``[B, K]`` and pair tables ``[B, S-1, K, K]`` of psi (``decision="published"``) or of what is
+        subtracted for it (``"identity_safe"``), and the pool's ids and log-probabilities ``[B, S, K']``."""
+        if pool is None:
+            raise InvalidInput("lilicorr chooses within a pool: walk it with pool=make_pool(block.logits, pool_size)")
+        start, pair = self.tables(block, pool)
+        if self.config.decision == "identity_safe":
+            # subtracting +0.0 changes no bit of any score, adding it would turn -0.0 into +0.0
+            start = 0.0 - self.weighed(start, 0)
+            pair = 0.0 - self.weighed(pair.transpose(1, 2), slice(1, pair.shape[1] + 1)).transpose(1, 2)
         return start, pair, pool.ids, pool.log_probs
 
     def start(self, block: DraftBlock) -> tuple[()]:
@@ -247,19 +309,20 @@ class LiLiCorr(LearnedHead):
         """One slot for ``W`` prefixes; see ``Corrector.step``."""
         start, pair, ids, log_probs = prepared
         b, w = previous.shape
-        served = start.shape[-1]
+        served, published = start.shape[-1], self.config.decision == "published"
         if slot == 0:
-            psi = start[:, None].expand(b, w, served)
+            psi = start[:, None]
         else:
             rank = (ids[:, slot - 1, None, :served] == previous[..., None]).to(torch.uint8).argmax(-1)  # [B, W]
             psi = pair[:, slot - 1].gather(1, rank[..., None].expand(b, w, served))
-        known = scores[..., :served]
-        new = self.decide(psi.to(scores.dtype), known, log_probs[:, slot, None, :served].to(scores.dtype), slot)
-        new = torch.where(new == known, known, new)  # adding 0.0 has turned -0.0 into 0.0
-        rest = scores[..., served:]
-        if self.config.decision == "published":
-            rest = torch.full_like(rest, float("-inf"))  # ranks without a score cannot win
-        return torch.cat((new, rest), -1), carry
+        psi, known, rest = psi.to(scores.dtype), scores[..., :served], scores[..., served:]
+        if published:
+            new = self.decide(psi, known, log_probs[:, slot, None, :served].to(scores.dtype), slot)
+        else:
+            new = known - psi
+        if rest.shape[-1] > 0:  # where psi alone decides, ranks without one cannot win
+            new = torch.cat((new, torch.full_like(rest, float("-inf")) if published else rest), -1)
+        return new, carry
 
     def decide(self, psi: Tensor, scores: Tensor, log_probs: Tensor, slot: int | slice) -> Tensor:
         """Outgoing scores from psi, incoming scores and the pool's log-probabilities, all ``[..., K]``; differentiable.
@@ -269,9 +332,13 @@ class LiLiCorr(LearnedHead):
         if self.config.decision == "published":
             # an excluded token stays excluded: what came before the head gave it cannot be told from minus infinity
             return torch.where(log_probs == float("-inf"), log_probs, psi + (scores - log_probs))
-        gamma = self.gamma[slot].to(scores.dtype)
+        return scores + self.weighed(psi, slot)
+
+    def weighed(self, psi: Tensor, slot: int | slice) -> Tensor:
+        """What the identity-safe decision adds for psi ``[..., K]``; slots as in :meth:`decide`."""
+        gamma = self.gamma[slot].to(psi.dtype)
         gamma = gamma[:, None] if isinstance(slot, slice) else gamma
-        return scores + gamma * (psi - psi.mean(-1, keepdim=True))
+        return gamma * (psi - psi.mean(-1, keepdim=True))
 
     @torch.no_grad()
     def chain(self, block: DraftBlock, pool: Pool, base: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,9 +352,9 @@ class LiLiCorr(LearnedHead):
         """
         from repairzoo.kernels.walks import lilicorr_walk
 
-        start, pair, _, log_probs = self.prepare(block, pool)
+        start, pair = self.tables(block, pool)
         gamma = self.gamma.float() if self.config.decision == "identity_safe" else None
-        return lilicorr_walk(start, pair, base, log_probs, gamma)
+        return lilicorr_walk(start, pair, base, pool.log_probs, gamma)
 
     # ---- diagnostics
 
@@ -297,9 +364,18 @@ class LiLiCorr(LearnedHead):
 
         A head that has collapsed (all unit vectors alike) shows 0. Not part of a round; call it on a block of interest.
         """
-        start, pair, *_ = self.prepare(block, pool)
+        start, pair = self.tables(block, pool)
         first = start.std(-1, unbiased=False)[:, None]
         return {"factor_spread": torch.cat((first, pair.std(-1, unbiased=False).mean(-1)), 1)}
+
+
+def _traced(x: Tensor) -> bool:
+    """Whether a tensor has no storage: something is being traced, and nothing of it may be kept."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return True
+    return False
 
 
 def candidate_features(log_probs: Tensor) -> Tensor:

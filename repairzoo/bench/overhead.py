@@ -2,8 +2,9 @@
 
 Before every round its own parts run once by themselves on the same state (a draft, the heads, the verify pass, the
 features handed to the backbone: all they write is scratch that the round overwrites), so that both are timed in the
-same moment. What is left is masks, acceptance, commit, and the Python between them; the host's part comes from a normal
-run.
+same moment. What is left is masks, acceptance, commit, and the Python between them: the median of each round's own
+difference, since a machine whose speed drifts by a tenth would drown it in a difference of medians. The host's part
+comes from a normal run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Overhead:
 
     Attributes:
         round: one round, the host's part included. target, backbone, head: measured alone.
+        left: of a round less those three, the host's part included.
         host: between rounds, from a normal run. stages: of the round, as its clock sees them.
     """
 
@@ -35,13 +37,14 @@ class Overhead:
     target: float
     backbone: float
     head: float
+    left: float
     host: float
     stages: dict[str, float]
 
     @property
     def share(self) -> float:
         """Overhead as a share of the round."""
-        return 1 - (self.target + self.backbone + self.head) / self.round
+        return self.left / self.round
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -49,6 +52,7 @@ class Overhead:
             "target": self.target,
             "backbone": self.backbone,
             "head": self.head,
+            "left": self.left,
             "host": self.host,
             "stages": self.stages,
             "share": self.share,
@@ -105,9 +109,13 @@ def overhead(zoo: Zoo, prompt: list[int], *, rounds: int = 40, skip: int = 3) ->
             last = time.perf_counter()
             backbone.extend(state.context, rows, places)
         mark("alone: extend")
+        alone = sum(clock[f"alone: {part}"][-1] for part in ("draft", "head", "target", "extend"))
         began = last
         round(engine, state, bound, mark)
-        clock.setdefault("round", []).append(time.perf_counter() - began)
+        synchronise(device)
+        whole = time.perf_counter() - began
+        clock.setdefault("round", []).append(whole)
+        clock.setdefault("left", []).append(whole - alone)
     middle = {stage: statistics.median(values[skip:] or values) for stage, values in clock.items()}
     normal = zoo_cell("host", zoo).run([prompt], {"max_new_tokens": min(budget, 32), "temperature": 0.0, "seed": 0})
     host = statistics.median(normal.rounds.get("host", [0.0]))
@@ -116,6 +124,7 @@ def overhead(zoo: Zoo, prompt: list[int], *, rounds: int = 40, skip: int = 3) ->
         target=middle["alone: target"],
         backbone=middle["alone: draft"] + middle["alone: extend"],
         head=middle["alone: head"],
+        left=middle["left"] + host,
         host=host,
-        stages={s: v for s, v in middle.items() if not s.startswith("alone") and s != "round"},
+        stages={s: v for s, v in middle.items() if not s.startswith("alone") and s not in ("round", "left")},
     )
