@@ -16,7 +16,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,7 @@ def measure_cell(
         request = make_request(target, [prompt], max_new_tokens=count * (length + 1) + 1, eos_token_id=[], seed=0)
         return timed(speculate(zoo.engine(request), request, graphs), device)
 
+    half = max(1, rounds // 2)
     found: dict[str, Any] = {"slots": slots, "lengths": {}}
     run(None, slots, 3)
     eager = run(None, slots, rounds)
@@ -204,7 +205,7 @@ def measure_cell(
     found["eager_ms"] = 1e3 * eager.wall / count
     found["stages_ms"] = {s: 1e3 * v / count for s, v in eager.seconds.items() if s != "prefill"}
     found["forced"] = sum(eager.accepted[0][:-1]) / max(1, count - 1)
-    found["eager_host_reads"] = found["host_reads"] = host_reads(lambda: run(None, slots, rounds), count, device)
+    found["eager_host_reads"] = found["host_reads"] = host_reads(lambda n: run(None, slots, n), half, device)
     graphs = Graphs(CudaGraphs(device)) if device.type == "cuda" else None
     if graphs is not None:
         started = time.perf_counter()
@@ -212,7 +213,7 @@ def measure_cell(
         found["capture_s"] = time.perf_counter() - started
         forced = [length for length in lengths if length <= slots]
         found["same_tokens"] = all(run(graphs, n, 3).tokens == run(None, n, 3).tokens for n in forced)
-        found["host_reads"] = host_reads(lambda: run(graphs, slots, rounds), count, device)
+        found["host_reads"] = host_reads(lambda n: run(graphs, slots, n), half, device)
     for length in lengths:
         if length > slots:
             continue
@@ -231,19 +232,25 @@ def measure_cell(
     return found
 
 
-def host_reads(run: Any, rounds: int, device: torch.device) -> float | None:
-    """Calls a round that torch reports as synchronising with the device; the packed read of a round waits for an event
-    and is none of them. None where there is no device to wait for."""
+def host_reads(run: Callable[[int], Any], rounds: int, device: torch.device) -> float | None:
+    """Calls a round that torch reports as synchronising with the device, from ``run(rounds)`` and ``run(2 * rounds)``:
+    what reading the prompt asks for, both do. The packed read of a round waits for an event and is none of them. None
+    where there is no device to wait for."""
     if device.type != "cuda":
         return None
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(w.message) for w in seen) / rounds
+
+    def count(times: int) -> int:
+        run(times)  # what is captured for this length must not be counted
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run(times)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(w.message) for w in seen)
+
+    return (count(2 * rounds) - count(rounds)) / rounds
 
 
 def small_models(device: torch.device) -> dict[str, Any]:
