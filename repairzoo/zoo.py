@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from repairzoo.block import Corrector
 from repairzoo.capacity import Plan, plan
 from repairzoo.capture import CudaGraphs
 from repairzoo.decode import Engine, fused_walk, refuse_beside_expander, split_heads
@@ -30,8 +29,6 @@ from repairzoo.kernels import check as check_kernels
 from repairzoo.linear import int8_available
 from repairzoo.results import Generation
 from repairzoo.target import Target
-
-_BACKBONE = ("slots", "tapped_layers", "new_cache", "extend", "draft")  # what the loop calls
 
 
 class Zoo:
@@ -60,12 +57,10 @@ class Zoo:
             raise InvalidInput(f"proposal={proposal!r}: give 'argmax' or 'sampled'")
         if proposal == "sampled" and nodes is not None:
             raise InvalidInput("a tree is proposed deterministically: use proposal='argmax' with tree=...")
+        from repairzoo.load_parts import refuse_no_head  # here, since that reads files and this does not
+
         for head in heads:
-            if not (isinstance(head, Corrector) or hasattr(head, "expand")):
-                raise InvalidInput(
-                    f"head {head!r} is neither a corrector (prepare, start, step) nor an expander (expand): see "
-                    "docs/protocols.md"
-                )
+            refuse_no_head(head)
         _, self.expander = split_heads(heads)
         if self.expander is not None:
             refuse_beside_expander(nodes, proposal == "sampled")
@@ -291,12 +286,6 @@ def build(
 
         head, tree, block = tuned(tune, verifier, backbone, head=head, tree=tree, block=block)
     drafter = bound_backbone(backbone, verifier)
-    lacking = [name for name in _BACKBONE if not hasattr(drafter, name)]
-    if lacking:
-        raise InvalidInput(
-            f"backbone={backbone!r} lacks {', '.join(lacking)}: give a registry name, a folder, or an object with the "
-            "members that docs/protocols.md lists"
-        )
     if block is not None:
         _shorten(drafter, backbone, block)
     top = max(drafter.tapped_layers, default=0)
@@ -304,6 +293,8 @@ def build(
         raise IncompatibleArtifact(
             f"backbone taps layer {top}, and target {verifier.name!r} has layers 0 to {verifier.num_layers - 1}"
         )
+    if draft_int8 not in (None, True, False):
+        raise InvalidInput(f"draft_int8={draft_int8!r}: give None, True or False")
     if draft_int8 is None:
         draft_int8 = drafter is not backbone and proposal == "argmax" and int8_available(verifier.device)
     if draft_int8:
