@@ -276,7 +276,7 @@ class DeLS(LearnedHead):
                     rows, prior = bound.readout, self._prior(self.log_prior, scores.dtype)
                 local = (state @ rows.transpose(-1, -2)).to(scores.dtype)  # [B, W, K]
                 # subtracting +0.0 changes no bit of any score, adding it would turn -0.0 into +0.0
-                return scores - (prior - c.alpha * local), carry
+                return scores - (prior.to(scores.dtype) - c.alpha * local), carry
         return scores, carry
 
     def _consume(self, bound: _Bound, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:

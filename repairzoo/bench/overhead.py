@@ -2,9 +2,10 @@
 
 Before every round its own parts run once by themselves on the same state (a draft, the heads, the verify pass, the
 features handed to the backbone: all they write is scratch that the round overwrites), so that both are timed in the
-same moment. What is left is masks, acceptance, commit, and the Python between them: the median of each round's own
-difference, since a machine whose speed drifts by a tenth would drown it in a difference of medians. The host's part
-comes from a normal run.
+same moment. What is left is masks, acceptance, commit, and the Python between them. It is a few hundredths of a round
+and would drown in the difference of two times that each vary by a tenth; so it is added up from what lies outside the
+models, as the round's own clock sees it, and the difference is given beside it. The host's part comes from a normal
+run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Overhead:
 
     Attributes:
         round: one round, the host's part included. target, backbone, head: measured alone.
-        left: of a round less those three, the host's part included.
+        left: what of a round lies outside those three, the host's part included. difference: of a round and those
+            three, likewise; the same but for the noise of the models.
         host: between rounds, from a normal run. stages: of the round, as its clock sees them.
     """
 
@@ -38,6 +40,7 @@ class Overhead:
     backbone: float
     head: float
     left: float
+    difference: float
     host: float
     stages: dict[str, float]
 
@@ -53,6 +56,7 @@ class Overhead:
             "backbone": self.backbone,
             "head": self.head,
             "left": self.left,
+            "difference": self.difference,
             "host": self.host,
             "stages": self.stages,
             "share": self.share,
@@ -89,7 +93,7 @@ def overhead(zoo: Zoo, prompt: list[int], *, rounds: int = 40, skip: int = 3) ->
         last = time.perf_counter()
         position = state.length - 1
         anchor = state.ids.gather(1, position[:, None])[:, 0]
-        last = time.perf_counter()
+        mark("alone: anchor")
         block = backbone.draft(state.context, anchor, position, bound)
         mark("alone: draft")
         tree, q, repaired = propose(engine, block, state.seed)
@@ -99,7 +103,7 @@ def overhead(zoo: Zoo, prompt: list[int], *, rounds: int = 40, skip: int = 3) ->
         entries = position[:, None] + torch.arange(tree.size, device=device)
         mask = verify_mask(tree, position, bound)
         positions = position[:, None] + tree.depths
-        last = time.perf_counter()
+        mark("alone: mask")
         hidden, features = target.forward(tree.tokens, positions, entries, mask, state.kv, backbone.tapped_layers)
         target.logits(hidden)
         mark("alone: target")
@@ -109,13 +113,15 @@ def overhead(zoo: Zoo, prompt: list[int], *, rounds: int = 40, skip: int = 3) ->
             last = time.perf_counter()
             backbone.extend(state.context, rows, places)
         mark("alone: extend")
-        alone = sum(clock[f"alone: {part}"][-1] for part in ("draft", "head", "target", "extend"))
         began = last
         round(engine, state, bound, mark)
-        synchronise(device)
-        whole = time.perf_counter() - began
-        clock.setdefault("round", []).append(whole)
-        clock.setdefault("left", []).append(whole - alone)
+        mark("after")
+        clock.setdefault("round", []).append(last - began)
+        # a commit extends the backbone's cache, which is the backbone's
+        extend, models = clock["alone: extend"][-1], ("alone: draft", "alone: head", "alone: target", "alone: extend")
+        left = sum(clock[stage][-1] for stage in ("alone: anchor", "alone: mask", "accept", "commit", "after")) - extend
+        clock.setdefault("left", []).append(left)
+        clock.setdefault("difference", []).append(last - began - sum(clock[stage][-1] for stage in models))
     middle = {stage: statistics.median(values[skip:] or values) for stage, values in clock.items()}
     normal = zoo_cell("host", zoo).run([prompt], {"max_new_tokens": min(budget, 32), "temperature": 0.0, "seed": 0})
     host = statistics.median(normal.rounds.get("host", [0.0]))
@@ -125,6 +131,7 @@ def overhead(zoo: Zoo, prompt: list[int], *, rounds: int = 40, skip: int = 3) ->
         backbone=middle["alone: draft"] + middle["alone: extend"],
         head=middle["alone: head"],
         left=middle["left"] + host,
+        difference=middle["difference"] + host,
         host=host,
-        stages={s: v for s, v in middle.items() if not s.startswith("alone") and s not in ("round", "left")},
+        stages={stage: middle[stage] for stage in ("draft", "head", "verify", "accept", "commit")},
     )
