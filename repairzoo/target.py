@@ -45,10 +45,10 @@ class KVCache:
 
     def compact(self, source: Tensor, destination: Tensor) -> None:
         """Copy entries ``source [B, T]`` to ``destination [B, T]`` in every layer: an accepted tree path, in order."""
+        rows, places = flat_index(source, self.capacity), flat_index(destination, self.capacity)
         for buffer in (*self.keys, *self.values):
-            rows = flat_index(source, buffer.shape[1])
             flat = buffer.flatten(0, 1)
-            flat.index_copy_(0, flat_index(destination, buffer.shape[1]), flat.index_select(0, rows))
+            flat.index_copy_(0, places, flat.index_select(0, rows))
 
     def keep(self, rows: Tensor) -> None:
         """Keep some rows of the batch, ``rows [B'] int64`` (a row may be named twice); a layer at a time, since two
