@@ -9,7 +9,6 @@ for it before anything reads it; and whatever goes wrong is one error that names
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -21,10 +20,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from repairzoo.errors import HubError, InvalidArtifact, InvalidInput
-from repairzoo.hub_errors import told
+from repairzoo.hub_errors import told, without_secrets
 
 PREFIX = "hf:"
 CONFIG, CARD = "config.json", "README.md"
@@ -34,6 +34,7 @@ WEIGHTS = (HEAD, WHOLE, INDEX, SHARDS)
 # all that ever travels, in either direction
 FILES = (CONFIG, CARD, *WEIGHTS, "recipe*.yaml", "train_log*.jsonl", "corpus_manifest.json")
 TIMEOUT = 10.0  # seconds without an answer about a revision
+OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "config_only")  # of ``fetch``
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"{_NAME}/{_NAME}")
@@ -51,10 +52,14 @@ class Source:
 
     def __post_init__(self) -> None:
         name, revision = self.repo_id, self.revision
-        if not _ID.fullmatch(name) or ".." in name or "--" in name or name.endswith((".", "-", ".git")):
-            raise InvalidInput(f"{name!r} is no Hub id: give owner/name or hf:owner/name@revision")
-        if not _REVISION.fullmatch(revision) or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
-            raise InvalidInput(f"revision {revision!r} of {name} is no branch, tag or commit")
+        id_like = isinstance(name, str) and _ID.fullmatch(name)
+        if not id_like or ".." in name or "--" in name or name.endswith((".", "-", ".git")):
+            raise InvalidInput(f"{without_secrets(repr(name))} is no Hub id: give owner/name or hf:owner/name@revision")
+        like = isinstance(revision, str) and _REVISION.fullmatch(revision)
+        if not like or ".." in revision or "//" in revision or revision.endswith(("/", ".")):
+            raise InvalidInput(
+                f"revision {without_secrets(repr(revision))} of {name} is no branch, tag or commit (None: main)"
+            )
 
     def __str__(self) -> str:
         return f"{PREFIX}{self.repo_id}@{self.revision}"
@@ -86,7 +91,7 @@ def parse(source: str, revision: str | None = None) -> Source:
         raise InvalidInput(f"{source!r}: nothing follows the @; name a branch, tag or commit, or leave it out")
     if stated and revision not in (None, stated):
         raise InvalidInput(f"{source!r} states one revision and revision={revision!r} another; give one")
-    return Source(name, stated or revision or "main")
+    return Source(name, stated or ("main" if revision is None else revision))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -126,6 +131,11 @@ def fetch(
     root, commit = _root(source, cache_dir), source.commit
     if commit is not None and not force_download and _complete(root / "snapshots" / commit, config_only):
         return root / "snapshots" / commit
+    if force_download and (local_files_only or is_offline_mode()):
+        raise HubError(
+            f"{source}: cannot be fetched again while the Hub is switched off (HF_HUB_OFFLINE or local_files_only): "
+            "leave force_download (--force) out, or switch it on"
+        )
     if local_files_only or is_offline_mode():
         known = commit or _ref(root, source.revision)
         if known is not None and _complete(root / "snapshots" / known, config_only):
@@ -151,15 +161,21 @@ def fetch(
         raise HubError(f"{source}: the Hub answers with commit {commit!r}, which cannot be; check HF_ENDPOINT")
     _refuse_other(source, commit, files)
     folder = root / "snapshots" / commit
-    wanted = [name for name in (CONFIG, *sorted(files.keys() - {CONFIG})) if _allowed(name)]
-    if config_only:
-        wanted = [name for name in wanted if name in (CONFIG, CARD)]
-    for name in wanted:  # the config first: what does not fit is refused before the weights come
-        if force_download or not (folder / name).is_file():
+
+    def get(name: str) -> None:
+        if force_download or not os.path.isfile(folder / name):
             _download(source, commit, name, files[name], folder, token, cache_dir, force_download)
-        if name == CONFIG:
-            with blaming(folder):
-                check_config_file(folder)
+
+    get(CONFIG)  # first: what does not fit is refused before the weights come
+    with blaming(folder):
+        check_config_file(folder)
+    patterns = _patterns(folder)
+    if not any(fnmatchcase(name, pattern) for name in files for pattern in patterns):
+        raise InvalidArtifact(f"{source} at commit {commit}: has no {patterns[0]}, which its {CONFIG} belongs to")
+    for name in sorted(files.keys() - {CONFIG}):
+        others = any(fnmatchcase(name, pattern) for pattern in WEIGHTS if pattern not in patterns)
+        if name == CARD if config_only else _allowed(name) and not others:
+            get(name)
     _write_ref(root, source.revision, commit)
     return folder
 
@@ -168,13 +184,19 @@ def locate(source: str | Path, revision: str | None = None, **options: Any) -> P
     """A folder as it is, or that of a Hub source; ``options`` are those of :func:`fetch`.
 
     Raises:
-        InvalidInput: a revision of a folder. InvalidArtifact: no such folder. HubError: see :func:`fetch`.
+        InvalidInput: a revision of a folder, an unknown option. InvalidArtifact: no such folder. HubError: see
+            :func:`fetch`.
     """
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise InvalidInput(f"unknown options {', '.join(unknown)} for {source}; there are {', '.join(OPTIONS)}")
     if is_hub(source):
         return fetch(parse(str(source), revision), **options)
     folder = Path(source).expanduser()
-    if not folder.is_dir():
-        raise InvalidArtifact(f"{source}: there is no such folder")
+    if not os.path.isdir(folder):
+        what = "is an address" if "://" in str(source) else "there is no such folder"
+        raise InvalidArtifact(
+            f"{without_secrets(str(source))}: {what}; on the Hub it would be owner/name or hf:owner/name@revision"
+        )
     if revision is not None:
         raise InvalidInput(f"revision={revision!r}: {source} is a folder and has none; leave it out")
     return folder
@@ -195,8 +217,7 @@ def check_config_file(folder: Path) -> dict[str, Any]:
     from repairzoo.resolve import resolve
     from repairzoo.safe_file import read_json
 
-    raw = read_json(folder / CONFIG)
-    if isinstance(raw, dict) and "slot_convention" in raw:  # a head's: published drafts leave it to their code
+    if _states_head(read_json(folder / CONFIG)):
         return read_config(folder)
     try:
         kind = resolve(folder).kind
@@ -213,8 +234,24 @@ def read_info(folder: Path) -> dict[str, Any]:
     from repairzoo.safe_file import read_json
 
     raw = read_json(folder / CONFIG)
-    place = raw if isinstance(raw, dict) and "slot_convention" in raw else raw.get("repairzoo") or {}
+    place = raw if _states_head(raw) else raw.get("repairzoo") or {}
     return dict(place.get("info") or {})
+
+
+def _states_head(raw: Any) -> bool:
+    """Whether a parsed config is a head's: published drafts leave their slot convention to their code."""
+    return isinstance(raw, dict) and "slot_convention" in raw
+
+
+def _patterns(folder: Path) -> tuple[str, ...]:
+    """Names of the weights that belong to the config of a folder.
+
+    Raises:
+        InvalidArtifact: a config that cannot be read.
+    """
+    from repairzoo.safe_file import read_json
+
+    return (HEAD,) if _states_head(read_json(folder / CONFIG)) else (WHOLE, INDEX, SHARDS)
 
 
 @contextmanager
@@ -240,9 +277,13 @@ def blaming(folder: Path) -> Iterator[None]:
 
 def _refuse_other(source: Source, commit: str, files: dict[str, _Stated]) -> None:
     """Refuse a listing without a config or without safetensors, before anything is fetched."""
+    from repairzoo.safe_file import MAX_JSON
+
     where = f"{source} at commit {commit}"
     if CONFIG not in files:
         raise InvalidArtifact(f"{where}: has no {CONFIG}, so it is no head or backbone; name another repository")
+    if (files[CONFIG].size or 0) > MAX_JSON:
+        raise InvalidArtifact(f"{where}: {CONFIG} has {files[CONFIG].size} bytes, so it is no head or backbone")
     if not any(fnmatchcase(name, pattern) for name in files for pattern in WEIGHTS):
         pickles = sorted(name for name in files if name.endswith(_PICKLES))
         if pickles:
@@ -266,7 +307,13 @@ def _listing(api: Any, source: Source, info: Any) -> dict[str, _Stated]:
     if not entries:  # an endpoint that lists files elsewhere
         tree = api.list_repo_tree(source.repo_id, recursive=True, revision=info.sha)
         entries = [(f.path, f.size, f.blob_id, f.lfs) for f in tree if hasattr(f, "blob_id")]
-    return {name: _Stated(size, lfs.sha256 if lfs else blob) for name, size, blob, lfs in entries}
+    out: dict[str, _Stated] = {}
+    for name, size, blob, lfs in entries:
+        digest = lfs.sha256 if lfs else blob
+        if not isinstance(name, str) or not isinstance(size, (int, type(None))) or not isinstance(digest, str | None):
+            raise TypeError(f"a listed file states {name!r}, {size!r}, {digest!r}")
+        out[name] = _Stated(size, digest)
+    return out
 
 
 def _download(
@@ -281,7 +328,7 @@ def _download(
 ) -> None:
     from huggingface_hub import hf_hub_download
 
-    with told(source, name, commit, token):
+    with told(source, name, commit, token, cache=_root(source, cache_dir).parent):
         got = hf_hub_download(
             source.repo_id,
             name,
@@ -346,14 +393,20 @@ def names(folder: Path) -> list[str]:
 
 def _complete(folder: Path, config_only: bool = False) -> bool:
     """Whether the config and all weights are there; an interrupted download leaves a folder too."""
-    if not (folder / CONFIG).is_file():
-        return False
-    if config_only or (folder / HEAD).is_file() or (folder / WHOLE).is_file():
-        return True
+    from repairzoo.safe_file import read_json
+
+    if config_only or not os.path.isfile(folder / CONFIG):
+        return os.path.isfile(folder / CONFIG)
     try:
-        shards = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-        return bool(shards) and all((folder / Path(shard).name).is_file() for shard in shards)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        if _patterns(folder) == (HEAD,):
+            return os.path.isfile(folder / HEAD)
+        if not os.path.isfile(folder / INDEX):
+            return os.path.isfile(folder / WHOLE)
+        shards = set(read_json(folder / INDEX)["weight_map"].values())
+        return bool(shards) and all(os.path.isfile(folder / Path(shard).name) for shard in shards)
+    except InvalidArtifact:
+        return any(os.path.isfile(folder / name) for name in (HEAD, WHOLE, INDEX))  # what reads it says what is wrong
+    except (TypeError, KeyError, AttributeError):
         return False
 
 
@@ -374,8 +427,11 @@ def _write_ref(root: Path, revision: str, commit: str) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     with suppress(OSError):  # a cache that cannot be written was complete before
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(commit, encoding="ascii")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(commit, encoding="ascii")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _snapshot(folder: Path) -> tuple[str, str] | None:
@@ -403,11 +459,22 @@ def _differs(path: Path, digest: str | None) -> bool:
     return digest not in [each.hexdigest() for each in found]
 
 
+def _links(path: Path) -> list[Path]:
+    """A file and what it links to, one after the other.
+
+    The cache keeps a file in ``blobs`` of its repository, named by its hash; version 2 of the Hub library may keep a
+    link there, to a file that repositories share: ``blobs/xx/…`` beside them, with a name that is no hash of its bytes.
+    """
+    chain = [path]
+    while chain[-1].is_symlink() and len(chain) < 8:
+        chain.append(chain[-1].parent / os.readlink(chain[-1]))
+    return chain
+
+
 def _damaged(path: Path) -> bool:
-    """Whether a file of the cache is not what its name there says; the cache names plain files by their hash."""
+    """Whether a file of the cache is not what its name there says."""
     try:
-        blob = path.resolve(strict=True)
-        return blob.parent.name == "blobs" and _differs(blob, blob.name)
+        return any(blob.parent.name == "blobs" and _differs(path, blob.name) for blob in _links(path)[1:])
     except OSError:
         return False
 
@@ -415,10 +482,9 @@ def _damaged(path: Path) -> bool:
 def _evict(path: Path) -> bool:
     """Remove a file of the cache and what it links to; whether that worked."""
     try:
-        blob = path.resolve()
-        if blob != path and blob.parent.name == "blobs":
-            blob.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        for place in reversed(_links(path)):
+            if place == path or "blobs" in (place.parent.name, place.parent.parent.name):
+                place.unlink(missing_ok=True)
     except OSError:
         return False
     return True
@@ -467,6 +533,7 @@ def push(
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         present = api.list_repo_files(repo_id, revision=place.revision)
+        _refuse_foreign(place, present, token)
         stale = [name for name in present if any(fnmatchcase(name, w) for w in WEIGHTS) and name not in contents]
         return api.create_commit(
             repo_id,
@@ -478,6 +545,33 @@ def push(
             revision=revision,
             create_pr=create_pr,
         )
+
+
+def _refuse_foreign(place: Source, present: list[str], token: str | bool | None) -> None:
+    """Refuse to write over another model: its config would be replaced and its weights removed.
+
+    Raises:
+        InvalidInput: the repository's config is that of a model, and of no draft.
+    """
+    from huggingface_hub import hf_hub_download
+
+    from repairzoo.resolve import resolve_config
+    from repairzoo.safe_file import read_json
+
+    if CONFIG not in present:
+        return
+    with TemporaryDirectory() as room, suppress(InvalidArtifact):
+        path = hf_hub_download(place.repo_id, CONFIG, revision=place.revision, token=token, cache_dir=room)
+        raw = read_json(path)
+        if not isinstance(raw, dict) or not {"model_type", "architectures"} & raw.keys():
+            return
+        try:
+            resolve_config(raw)
+        except (InvalidArtifact, TypeError) as error:
+            raise InvalidInput(
+                f"{place} holds another model ({raw.get('architectures') or raw['model_type']!r}), which would be "
+                "written over; name another repository"
+            ) from error
 
 
 def prepared(folder: Path, repo_id: str) -> dict[str, bytes | str]:
@@ -549,10 +643,13 @@ def outgoing(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise InvalidArtifact(f"{folder}: there is no such folder; name the folder of a head or a backbone")
     found = names(folder)
-    home = folder.resolve() if _snapshot(folder) is None else folder.absolute().parent.parent.resolve()
+    homes = {folder.resolve()}
+    if _snapshot(folder) is not None:
+        root = folder.absolute().parent.parent.resolve()
+        homes = {root, root.parent / "blobs"}
     for name in found:
         path = folder / name
-        if not path.is_file() or home not in path.resolve().parents:
+        if not os.path.isfile(path) or homes.isdisjoint(path.resolve().parents):
             raise InvalidArtifact(f"{path}: is no file of this folder; put a copy in its place")
         if not name.endswith(".safetensors") and re.search(rb"hf_[A-Za-z0-9]{20,}", path.read_bytes()):
             raise InvalidArtifact(f"{path}: holds what looks like an access token; remove it, and revoke the token")
@@ -575,7 +672,7 @@ def describe(source: str | Path, revision: str | None = None, **options: Any) ->
     folder = locate(source, revision, **(options | {"config_only": True} if hub else {}))
     with blaming(folder):
         config = check_config_file(folder)
-    is_head = "slot_convention" in json.loads((folder / CONFIG).read_bytes())
+    is_head = _patterns(folder) == (HEAD,)
     out: dict[str, Any] = {"kind": "head" if is_head else "backbone", "name": config["kind"]}
     if hub is None:
         out["folder"] = str(folder)

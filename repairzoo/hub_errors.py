@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from repairzoo.errors import HubError, RepairZooError
+from repairzoo.errors import HubError, InvalidArtifact, InvalidInput, RepairZooError
 
 if TYPE_CHECKING:
     from repairzoo.hub import Source
 
-_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=//)[^/@\s:]+:[^/@\s]+(?=@)")
+_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=//)[^/\s]+(?=@)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_SYSTEM = re.compile(r"\(os error (\d+)\)")  # in what the Hub's storage client (hf_xet) says
 
 
 @contextmanager
@@ -26,26 +27,27 @@ def told(
     commit: str | None = None,
     token: str | bool | None = None,
     writing: bool = False,
+    cache: Path | None = None,
 ) -> Iterator[None]:
-    """What the Hub library raises, as one error that names everything. Only its calls belong inside."""
+    """What the Hub library raises, as one error that names everything. Only its calls belong inside.
+
+    Any exception: its storage client raises bare ``RuntimeError``, and some of its own errors derive from nothing else.
+    ``cache`` is the folder that is written to.
+    """
     try:
         yield
-    except (RepairZooError, OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        found = _explained(error, source, writing)
+    except (InvalidArtifact, InvalidInput):
+        raise
     except Exception as error:
-        if not type(error).__module__.partition(".")[0].startswith("httpx"):
-            raise
-        found = _explained(error, source, writing)
+        words, unreachable, cause = _explained(error, source, writing, cache)
     else:
         return
-    words, unreachable, cause = found
     place = f"{source}:" + (f" file {file}" if file else "") + (f" at commit {commit}:" if commit else "")
-    text = _without_secrets(f"{place} {words}", token)
-    hidden = _without_secrets(str(cause), token) != str(cause)
-    raise HubError(text, unreachable=unreachable) from (None if hidden else cause)
+    text = without_secrets(f"{place} {words}", token)
+    raise HubError(text, unreachable=unreachable) from (None if _tells_secrets(cause, token) else cause)
 
 
-def _explained(error: Exception, source: Source, writing: bool) -> tuple[str, bool, Exception]:
+def _explained(error: Exception, source: Source, writing: bool, cache: Path | None) -> tuple[str, bool, Exception]:
     """What happened and what helps; whether asking again later may help; the error."""
     from huggingface_hub import constants, errors
 
@@ -53,7 +55,13 @@ def _explained(error: Exception, source: Source, writing: bool) -> tuple[str, bo
         error = error.__cause__  # "neither on the Hub nor in the cache", because of this
     endpoint, status = constants.ENDPOINT, getattr(getattr(error, "response", None), "status_code", None)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if status is not None:
+        first = " ".join(str(error).split())[:400]  # what the Hub says stands below the library's own words
     login = "log in (hf auth login, or HF_TOKEN)"
+    default = cache is None or cache == Path(constants.HF_HUB_CACHE).absolute()
+    folder, setting = cache or constants.HF_HUB_CACHE, "HF_HUB_CACHE" if default else "cache_dir"
+    storage = _SYSTEM.search(str(error)) if isinstance(error, RuntimeError) else None
+    number = int(storage[1]) if storage else error.errno if isinstance(error, OSError) else None
     if writing and (isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403)):
         words = f"not allowed to write to {source.repo_id} at {endpoint}: {login} with a token that may ({first})"
     elif writing and str(error).startswith("Invalid metadata"):
@@ -76,28 +84,26 @@ def _explained(error: Exception, source: Source, writing: bool) -> tuple[str, bo
         words = f"the access token may not do this ({first}): use one with the right permissions"
     elif status == 429:
         words = "too many requests for the Hub: wait a few minutes, and log in for a higher limit"
+    elif status is not None and status < 500 and status != 408:
+        words = f"the Hub answered with status {status} ({first}): what was asked for is not possible like this"
     elif status is not None:
-        return f"the Hub answered with status {status} ({first}): try again later", status >= 500, error
-    elif isinstance(error, OSError) and error.errno in _FULL:
+        return f"the Hub answered with status {status} ({first}): try again later", True, error
+    elif number in _FULL:
         words = (
-            f"no room for the file in the cache {constants.HF_HUB_CACHE} ({first}): free some, or set HF_HUB_CACHE to "
-            "another disk; nothing was kept of it"
+            f"no room for the file in the cache {folder} ({first}): free some, or set {setting} to another disk; "
+            "nothing was kept of it"
         )
-    elif isinstance(error, OSError) and (
-        error.errno in _CLOSED or isinstance(error, (NotADirectoryError, FileExistsError))
-    ):
-        words = (
-            f"the cache {constants.HF_HUB_CACHE} cannot be written ({first}): set HF_HUB_CACHE to a folder that can be"
-        )
+    elif number in _CLOSED or isinstance(error, (NotADirectoryError, FileExistsError)):
+        words = f"the cache {folder} cannot be written ({first}): set {setting} to a folder that can be"
     elif isinstance(error, errors.HFValidationError):
         words = f"no usable name ({first})"
     elif "Consistency check failed" in str(error) or isinstance(error, RepairZooError):
         words = f"the download broke off ({first}): try again; nothing was kept of it"
-    elif isinstance(error, (OSError, errors.OfflineModeIsEnabled)) or type(error).__module__.startswith("httpx"):
+    elif isinstance(error, (OSError, RuntimeError)) or type(error).__module__.startswith(("httpx", "hf_xet")):
         kind = type(error).__name__
         words = (
             f"the connection to the Hub at {endpoint} failed ({kind}: {first}): check the network, the proxy and "
-            "HF_ENDPOINT, and try again; nothing was kept of unfinished files"
+            f"HF_ENDPOINT, and {'push' if writing else 'try'} again; nothing was kept of unfinished files"
         )
         return words, True, error
     else:
@@ -105,9 +111,25 @@ def _explained(error: Exception, source: Source, writing: bool) -> tuple[str, bo
     return words, False, error
 
 
-def _without_secrets(text: str, token: str | bool | None = None) -> str:
+def without_secrets(text: str, token: str | bool | None = None) -> str:
     """Text without access tokens and without passwords in addresses."""
-    for known in (token, os.environ.get("HF_TOKEN"), os.environ.get("HUGGING_FACE_HUB_TOKEN")):
+    from huggingface_hub import get_token
+
+    own = None
+    with suppress(OSError):  # a file that only its owner may read
+        own = get_token()
+    for known in (token, own):
         if isinstance(known, str) and len(known) >= 4:
             text = text.replace(known, "***")
     return _SECRET.sub("***", text)
+
+
+def _tells_secrets(error: BaseException | None, token: str | bool | None) -> bool:
+    """Whether an error, or one of those that a traceback shows before it, holds what must not be printed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if without_secrets(str(error), token) != str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

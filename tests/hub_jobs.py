@@ -81,13 +81,16 @@ def load_with_little_disk(source, limit, **options):
 
 
 @contextmanager
-def unable_to_override():
-    """Let root meet file permissions too: CAP_DAC_OVERRIDE (1) leaves the effective set of this thread's children."""
+def unable_to_override(reading=False):
+    """Let root meet file permissions too: CAP_DAC_OVERRIDE (1) leaves the effective set of this thread's children.
+
+    ``reading``: CAP_DAC_READ_SEARCH (2) as well.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, data) == 0
     before = data[0]
-    data[0] &= ~0b10
+    data[0] &= ~0b110 if reading else ~0b10
     assert libc.capset(header, data) == 0
     try:
         yield
@@ -119,6 +122,20 @@ def load_from_closed_cache(first, then, **options):
         for folder in folders:
             folder.chmod(0o755)
     return out
+
+
+def load_from_forbidden_cache(source, **options):
+    """Fill the cache, then let nobody look into it; what is told."""
+    load(source, **options)
+    home = Path(os.environ["HF_HOME"])
+    home.chmod(0)
+    try:
+        with unable_to_override(reading=True):
+            load(source, **options)
+    except repairzoo.HubError as error:
+        return str(error)
+    finally:
+        home.chmod(0o755)
 
 
 def threads(source, count, **options):

@@ -114,6 +114,13 @@ def shorter(length: int) -> Callable[[Handler, bytes], None]:
     return lambda handler, body: handler.answer(200, body[:length], handler.about)
 
 
+def stored_elsewhere(handler: Handler, body: bytes) -> bytes:
+    """The Hub's chunk storage (xet) keeps the file, as on the real Hub; here it answers 404."""
+    route = "/".join(["/api/models", *handler.path.split("/")[1:3], "xet-read-token/main"])
+    handler.about |= {"X-Xet-Hash": "a" * 64, "X-Xet-Refresh-Route": handler.hub.endpoint + route}
+    return body
+
+
 def flip(handler: Handler, body: bytes) -> bytes:
     """The right size, another byte in the middle."""
     middle = len(body) // 2
@@ -347,6 +354,10 @@ class Handler(BaseHTTPRequestHandler):
         if what == "tree":
             files = [{"type": "file", "path": name, **entry(name, content)} for name, content in sorted(tree.items())]
             return 200, json.dumps(files).encode()
+        if what == "xet-read-token":
+            self.about = {"X-Xet-Cas-Url": f"{self.hub.endpoint}/storage", "X-Xet-Access-Token": "storagetoken",
+                          "X-Xet-Token-Expiration": str(int(time.time()) + 3600)}  # fmt: skip
+            return 200, b"{}"
         if self.user() is None:
             return self.error(401, None, "Invalid username or password.")
         if what == "preupload":

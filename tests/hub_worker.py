@@ -24,7 +24,7 @@ class Job:
     def __init__(self, out: Path) -> None:
         self.out = out
 
-    def wait(self, seconds: float = 180) -> dict[str, Any]:
+    def wait(self, seconds: float = 600) -> dict[str, Any]:
         """``{"value": …}`` or ``{"error": class names, "message": …}``, and ``"output"``: all that was printed."""
         end = time.monotonic() + seconds
         while not self.out.exists():

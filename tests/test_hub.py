@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 from hub_artifacts import files, save_backbone, save_head
-from hub_server import LoopbackHub, cut, flip, hang_up, shorter, slow, status, then
+from hub_server import LoopbackHub, cut, flip, hang_up, shorter, slow, status, stored_elsewhere, then
 from hub_worker import Worker
 
 from repairzoo.artifact import tensors_hash
 from repairzoo.backbones.dflash import DFlash
 from repairzoo.heads.dels import DeLS
+from repairzoo.hub import _write_ref, outgoing
+from repairzoo.hub_errors import without_secrets
 
 TOKEN = "hf_ownertokenownertoken"
 SIGNED = {"HF_TOKEN": TOKEN}
@@ -130,6 +132,54 @@ def test_a_bad_artifact_is_refused_before_anything_is_sent(hub, worker, local, t
     assert not hub.requests
 
 
+def test_another_models_repository_is_not_written_over(hub, worker, local):
+    """A slip in the name: its config would be replaced and its weights removed."""
+    model = {
+        "config.json": b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}',
+        "model.safetensors": b"7B",
+    }
+    hub.put("owner/llama", model)
+    kinds, message = worker.fail("push", SIGNED, folder=str(local["v1"]), repo_id="owner/llama")
+    assert "InvalidInput" in kinds
+    assert "LlamaForCausalLM" in message
+    assert len(hub.repos["owner/llama"].commits) == 1
+    hub.put("owner/draft-again", files(local["backbone"]))
+    assert worker.run("push", SIGNED, folder=str(local["backbone"]), repo_id="owner/draft-again")["oid"]
+
+
+PUSH_FAULTS = {
+    "no new repository": ("POST /api/repos/create", status(500)),
+    "no listing": ("GET .*/tree/main", status(404)),
+    "no leave to upload": ("POST .*/preupload/", status(403)),
+    "the commit breaks off": ("POST .*/commit/", hang_up),
+    "a commit that makes no sense": ("POST .*/commit/", lambda handler, body: b"<html>"),
+}
+
+
+def test_faults_while_publishing_end_in_one_error_and_a_retry_succeeds(hub, worker, local):
+    """The server acts before it answers, as a real one may: what is told is that it failed, and again is no harm."""
+    jobs = {}
+    for number, (name, (pattern, act)) in enumerate(PUSH_FAULTS.items()):
+        repo_id = f"owner/pushed{number}"
+        if "/create" not in pattern:  # that request does not say of what
+            hub.put(repo_id, {})
+        hub.inject(pattern.replace(".*", f".*{repo_id}"), act)
+        jobs[name] = (repo_id, worker.start("push", SIGNED, folder=str(local["v1"]), repo_id=repo_id))
+        if "/create" in pattern:
+            jobs[name][1].wait()
+            hub.calm()
+    for name, (repo_id, job) in jobs.items():
+        kinds, message = job.error()
+        assert {"HubError", "RepairZooError"} <= set(kinds), (name, message)
+        assert repo_id in message
+        assert TOKEN not in message + job.log()
+    hub.calm()
+    for repo_id, _ in jobs.values():
+        made = worker.run("push", SIGNED, folder=str(local["v1"]), repo_id=repo_id)
+        tree = hub.repos[repo_id].commits[made["oid"]]
+        assert tree["head.safetensors"] == (local["v1"] / "head.safetensors").read_bytes()
+
+
 # --- revisions --------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +196,15 @@ def test_a_revision_is_honoured_and_a_cached_commit_needs_no_request(hub, worker
     assert hub.requests == []
     worker.run("load", home, source=repo_id)
     assert hub.paths() == [f"GET /api/models/{repo_id}/revision/main"]  # a branch must be asked, and nothing more
+
+
+def test_offline_nothing_can_be_fetched_again(hub, worker, versions):
+    repo_id, first, _ = versions
+    home = {"HF_HOME": str(worker.folder / "again")}
+    worker.run("load", home, source=f"{repo_id}@{first}")
+    kinds, message = worker.fail("load", home, source=f"{repo_id}@{first}", force_download=True, local_files_only=True)
+    assert "HubError" in kinds
+    assert "force_download" in message
 
 
 def test_offline_a_branch_is_the_commit_that_it_named_last(hub, worker, versions, local):
@@ -186,6 +245,69 @@ def test_only_allow_listed_files_are_fetched(hub, worker, local):
     got = worker.run("fetch", source="owner/extra")
     assert got["files"].keys() == {"README.md", "config.json", "head.safetensors"}
     assert not [path for path in hub.paths() if any(name in path for name in extra)]
+
+
+def test_weights_of_the_other_part_are_neither_fetched_nor_taken_for_the_whole(hub, worker, local):
+    """A head in the repository of a model, a backbone beside an old head: what belongs to the config counts."""
+    hub.put("owner/beside", files(local["v1"]) | {"model.safetensors": b"of a large model"})
+    got = worker.run("fetch", source="owner/beside")
+    assert got["files"].keys() == {"README.md", "config.json", "head.safetensors"}
+    hub.put("owner/older", files(local["backbone"]) | {"head.safetensors": b"old"})
+    hub.inject("GET .*model.safetensors", status(403))
+    home = {"HF_HOME": str(worker.folder / "older")}
+    commit = hub.repos["owner/older"].refs["main"]
+    (folder,) = [worker.folder / "older" / "hub" / "models--owner--older" / "snapshots" / commit]
+    worker.fail("load", home, source="owner/older", part="backbone")
+    (folder / "head.safetensors").write_bytes(b"old")  # as a plain download of all files would leave it
+    kinds, message = worker.fail("load", home | {"HF_HUB_OFFLINE": "1"}, source="owner/older", part="backbone")
+    assert "HubError" in kinds
+    assert "not the whole of it" in message
+    hub.calm()
+    got = worker.run("load", home, source="owner/older", part="backbone")
+    assert got["hash"] == digest(local["backbone"], DFlash)
+    hub.put(
+        "owner/torn",
+        {k: v for k, v in files(local["v1"]).items() if k != "head.safetensors"} | {"model.safetensors": b"x"},
+    )
+    kinds, message = worker.fail("load", source="owner/torn")
+    assert "InvalidArtifact" in kinds
+    assert "has no head.safetensors" in message
+
+
+LISTINGS = {
+    "no object": [],
+    "no commit": {},
+    "a commit that climbs": {"sha": "../../../evil"},
+    "no names": {"siblings": [{}]},
+    "a number for a name": {"siblings": [{"rfilename": 5}, {"rfilename": "config.json"}]},
+    "a list for a hash": {"siblings": [{"rfilename": "config.json", "blobId": [], "size": 1}]},
+    "a text for a size": {"siblings": [{"rfilename": "config.json", "blobId": "x", "size": "1"}]},
+    "a config of gigabytes": {
+        "siblings": [{"rfilename": n, "size": 5 << 30} for n in ("config.json", "head.safetensors")]
+    },
+    "names that climb": {
+        "siblings": [{"rfilename": n} for n in ("../config.json", "/head.safetensors", "a/config.json")]
+    },
+}
+
+
+def test_listings_that_make_no_sense_are_refused(hub, worker, local):
+    """A proxy or an endpoint that answers with anything: one kind of error, and no file is asked for."""
+    jobs = {}
+    for number, (name, change) in enumerate(LISTINGS.items()):
+        repo_id = f"listed/n{number}"
+        hub.put(repo_id, files(local["v1"]))
+
+        def act(handler, body, change=change):
+            return json.dumps({**json.loads(body), **change} if change else change).encode()
+
+        hub.inject(f"GET /api/models/{repo_id}/", act)
+        jobs[name] = (repo_id, worker.start("load", source=repo_id))
+    for name, (repo_id, job) in jobs.items():
+        kinds, message = job.error()
+        assert "RepairZooError" in kinds, (name, message)
+        assert repo_id in message, name
+    assert not [path for path in hub.paths() if "/resolve/" in path]
 
 
 # --- who may ----------------------------------------------------------------------------------------------------------
@@ -235,6 +357,31 @@ def test_endpoint_and_proxy_are_the_hub_librarys_settings(hub, worker, versions,
     assert "http://127.0.0.1:9" in message
 
 
+def test_secrets_are_cut_out_of_tracebacks_too(worker, hub):
+    """What was raised before an error is printed with it: the address of a refused connection, an echoed token."""
+    job = worker.start("load", {"HF_ENDPOINT": "http://me:pa55word@127.0.0.1:9"}, source="owner/x")
+    _, message = job.error()
+    assert "connection to the Hub" in message
+    assert "pa55word" not in message + job.log()
+    home = worker.folder / "own-token"
+    home.mkdir()
+    (home / "token").write_text("of-another-provider")  # no hf_ in front
+    hub.put("owner/echo", {})
+    hub.inject("/api/models/owner/echo", status(400, X_Error_Message="bad token of-another-provider"))
+    job = worker.start("load", {"HF_HOME": str(home)}, source="owner/echo")
+    _, message = job.error()
+    assert "bad token ***" in message
+    assert "of-another-provider" not in message + job.log()
+    for text in (
+        "https://a:b-secret@h/x",
+        "https://:b-secret@h/x",
+        "http://b-secret@h",
+        "http://a:p@b-secret@h/x",
+        "hf_b0secretsecret",
+    ):
+        assert "secret" not in without_secrets(f"see {text}: no")
+
+
 def test_secrets_are_cut_out_of_messages(worker, hub):
     """A password in the endpoint's address, as some mirrors have it, is in what the Hub library says."""
     endpoint = hub.endpoint.replace("http://", "http://me:pa55word@")
@@ -261,6 +408,7 @@ FAULTS = {  # what the requests of a repository meet, settings, words of the err
     "shorter than stated": (WEIGHTS, shorter(100), {}, "broke off"),
     "another config": ("GET .*config.json", flip, {}, "arrived damaged"),
     "another byte": (WEIGHTS, flip, {}, "arrived damaged"),
+    "no answer from the chunk storage": ("HEAD .*head.safetensors", stored_elsewhere, {}, "connection to the Hub"),
     "too slow": (WEIGHTS, slow(3), {"HF_HUB_DOWNLOAD_TIMEOUT": "1"}, "connection to the Hub"),
 }
 
@@ -277,7 +425,7 @@ def failures(server, worker, local):
         home = {"HF_HOME": str(worker.folder / f"faulty{number}")}
         jobs[name] = (repo_id, home, worker.start("load", home | env, source=repo_id))
     for _, _, job in jobs.values():
-        job.wait(240)
+        job.wait()
     server.calm()
     return jobs
 
@@ -348,6 +496,27 @@ def test_a_damaged_cache_is_told_from_a_damaged_repository(hub, worker, versions
     assert all(words in message for words in (repo_id, commit, "head.safetensors", "another revision"))
 
 
+def test_blobs_that_repositories_share_are_checked_removed_and_pushed_like_others(hub, worker, versions, local):
+    """The Hub library's cache since its version 2, where the weights come from chunk storage: two links to a file whose
+    name is no hash of its bytes."""
+    repo_id, _, second = versions
+    home = {"HF_HOME": str(worker.folder / "sharing")}
+    worker.run("load", home, source=repo_id)
+    weights = next((worker.folder / "sharing").rglob("snapshots/*/head.safetensors"))
+    blob, store = weights.resolve(), worker.folder / "sharing" / "hub" / "blobs" / "ab" / ("ab" * 32)
+    store.parent.mkdir(parents=True)
+    blob.rename(store)
+    blob.symlink_to("../../blobs/ab/" + store.name)
+    assert worker.run("load", home, source=f"{repo_id}@{second}")["hash"] == digest(local["v2"])
+    assert "head.safetensors" in outgoing(weights.parent)
+    store.write_bytes(flip(None, store.read_bytes()))  # type: ignore[arg-type]
+    kinds, message = worker.fail("load", home, source=f"{repo_id}@{second}")
+    assert "InvalidArtifact" in kinds
+    assert "is removed now" in message
+    assert not store.exists()
+    assert worker.run("load", home, source=f"{repo_id}@{second}")["hash"] == digest(local["v2"])
+
+
 NO_ARTIFACTS = {
     "no config": (["config.json"], {}, "has no config.json"),
     "no weights": (["head.safetensors"], {}, "has no head.safetensors"),
@@ -379,10 +548,22 @@ def test_a_full_disk_and_a_closed_cache_are_told(hub, worker, versions, local):
     assert all(words in full["told"] for words in ("no room", "HF_HUB_CACHE", repo_id, ".safetensors"))
     assert full["left"] == []
     assert full["hash"] == digest(local["v2"])
+    own = str(worker.folder / "own-cache")
+    full = worker.run("load_with_little_disk", source=repo_id, limit=1500, cache_dir=own)
+    assert f"{own} " in full["told"]
+    assert "set cache_dir" in full["told"]
+    forbidden = worker.run("load_from_forbidden_cache", source=f"{repo_id}@{second}")
+    assert "HF_HUB_CACHE" in forbidden
     closed = worker.run("load_from_closed_cache", first=f"{repo_id}@{first}", then=f"{repo_id}@{second}")
     assert closed["closed"]
     assert closed["filled"] == closed["again"] == digest(local["v1"])
     assert all(words in closed["told"] for words in ("cannot be written", "HF_HUB_CACHE", repo_id))
+
+
+def test_what_a_branch_names_is_remembered_without_leftovers(tmp_path):
+    (tmp_path / "refs" / "main" / "x").mkdir(parents=True)  # a branch main/x was there: main cannot be written
+    _write_ref(tmp_path, "main", "a" * 40)
+    assert [path.name for path in (tmp_path / "refs").iterdir()] == ["main"]
 
 
 def test_eight_processes_and_eight_threads_pull_the_same_head_at_once(hub, worker, versions, local):
@@ -399,6 +580,11 @@ def test_eight_processes_and_eight_threads_pull_the_same_head_at_once(hub, worke
 
 
 def test_the_commands_push_pull_and_tell(hub, worker, local, tmp_path):
+    job = worker.start("command", args=["push", str(local["v1"]), "owner/told", "--dry-run", "--json"])
+    job.value()
+    (line,) = [line for line in job.log().splitlines() if line.startswith("{")]
+    assert json.loads(line)["pushed"][0]["files"] == ["README.md", "config.json", "head.safetensors"]
+    assert "owner/told" not in hub.repos
     job = worker.start("command", SIGNED, args=["push", str(local["v1"]), "owner/told", "--json"])
     job.value()
     (line,) = [line for line in job.log().splitlines() if line.startswith("{")]
@@ -416,6 +602,13 @@ def test_the_commands_push_pull_and_tell(hub, worker, local, tmp_path):
     job = worker.start("command", args=["info", "hf:owner/told"])
     job.value()
     assert "anchor_plus_1" in job.log()
+    hub.put("owner/told", files(local["v2"]), branch="dev/two")
+    job = worker.start("command", args=["info", "hf:owner/told@dev/two"])
+    job.value()
+    assert "dev/two" in job.log()
+    job = worker.start("command", args=["push", str(local["v1"]), "owner/told", "--namespace", "other"])
+    assert job.value() == 2
+    assert "--all with --namespace" in job.log()
     job = worker.start("command", args=["pull", "hf:owner/nowhere"])
     assert job.value() == 2
     assert "error: hf:owner/nowhere@main: there is no such repository" in job.log()
