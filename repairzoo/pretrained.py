@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from repairzoo.errors import IncompatibleArtifact
+from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,12 +31,17 @@ class Pretrained:
 
         Raises:
             HubError: not found, private, gated, interrupted, offline.
-            InvalidArtifact: damaged, incomplete, unknown keys.
+            InvalidInput: a name of the registry, an unknown option.
+            InvalidArtifact: damaged, incomplete, unknown keys, a kind that is not installed.
             IncompatibleArtifact: a sound artifact of another kind.
         """
         from repairzoo.hub import blaming, check_config_file, locate, read_info
         from repairzoo.registry import registry
 
+        if isinstance(source, str) and source in registry().entries[cls.part] and not Path(source).is_dir():
+            raise InvalidInput(
+                f"{source!r} is a name of the registry, no folder or Hub id: repairzoo.load_{cls.part}({source!r})"
+            )
         load = {key: options.pop(key) for key in ("device", "dtype") if key in options}
         folder = locate(source, revision, **options)
         with blaming(folder):
@@ -46,6 +51,11 @@ class Pretrained:
             if entry is None and other is not None:
                 raise IncompatibleArtifact(
                     f"{folder}: holds the {other} {kind!r}, not a {cls.part}; load it with repairzoo.load_{other}"
+                )
+            if entry is None and not hasattr(cls, "load"):
+                raise InvalidArtifact(
+                    f"{folder / 'config.json'}: key 'kind' is {kind!r}, and this installation has no such {cls.part} "
+                    f"(it has {', '.join(registry().names(cls.part))}): install what provides it, or update repairzoo"
                 )
             found: Any = entry.load() if entry is not None else cls
             if not issubclass(found, cls):
@@ -72,9 +82,15 @@ class Pretrained:
 
         Returns:
             the folder.
+
+        Raises:
+            InvalidInput: ``repo_id`` or options of publishing, without ``push_to_hub``.
         """
         from repairzoo.card import write_card
 
+        if not push_to_hub and (repo_id is not None or options):
+            names = [*(["repo_id"] if repo_id is not None else []), *options]
+            raise InvalidInput(f"{', '.join(names)}: only with push_to_hub=True; leave it out")
         folder = Path(save_directory)
         self._write(folder, {**(self.info or {}), "library_version": version("repairzoo")})
         write_card(folder, card)

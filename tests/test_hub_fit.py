@@ -215,3 +215,36 @@ def test_a_backbone_where_a_head_belongs_is_told_by_name(tmp_path, target):
         repairzoo.load_head(head, revision="v1")
     with pytest.raises(InvalidInput, match="name of the registry"):
         repairzoo.load_head("dels", revision="v1")
+    with pytest.raises(InvalidInput, match=r"repairzoo\.load_head\('dels'\)"):
+        repairzoo.Head.from_pretrained("dels")
+    with pytest.raises(InvalidInput, match="private"):
+        DeLS.load(head).save_pretrained(tmp_path / "again", private=True)
+    with pytest.raises(InvalidInput, match="repo_id"):
+        DeLS.load(head).save_pretrained(tmp_path / "again", repo_id="owner/name")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_kind_that_is_not_installed_is_told_by_every_way_of_loading(tmp_path):
+    folder = save_head(tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"kind": "of_a_plug_in"}))
+    for load in (repairzoo.load_head, repairzoo.Head.from_pretrained):
+        with pytest.raises(InvalidArtifact, match=r"config\.json.*'of_a_plug_in'.*no such head.*dels"):
+            load(folder)
+
+
+def test_everything_that_does_not_fit_a_run_is_in_one_error(tmp_path, target):
+    """As ``build`` meets it, and not only the function that compares."""
+    folder = save_head(tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    wrong = {
+        "vocab_size": 30, "padded_vocab_size": 40, "hidden_size": 8, "backbone": {"kind": "domino"}, "block_size": 3,
+        "pool_size": 99, "mask_token_id": 5, "tapped_layers": [0],
+        "target": {"id": "other/model", "revision": None, "fingerprint": "f" * 64},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(IncompatibleArtifact) as caught:
+        repairzoo.build(dflash(target, block_size=4), folder, target)
+    for key in ("target.id", "target.fingerprint", "vocab_size", "padded_vocab_size", "hidden_size", "backbone.kind",
+                "block_size", "pool_size", "mask_token_id", "tapped_layers", "config.json"):  # fmt: skip
+        assert key in str(caught.value), key
