@@ -20,7 +20,7 @@ from typing import Any
 from repairzoo.errors import InvalidArtifact
 from repairzoo.hub import CARD, check_config_file, read_info
 from repairzoo.registry import registry
-from repairzoo.safe_file import replacing
+from repairzoo.safe_file import MAX_JSON, replacing
 
 _FRONT = re.compile(r"\A---\r?\n.*?\r?\n---\r?\n", re.DOTALL)
 _USE = re.compile(r"<!-- use -->\n.*?<!-- end -->", re.DOTALL)
@@ -129,18 +129,22 @@ def for_repository(folder: Path, repo_id: str) -> str:
 def read_card(folder: Path) -> dict[str, Any]:
     """What a card's front matter states: ``licence``, ``base_model``, ``figures``; empty where there is none."""
     path = folder / CARD
-    if not path.is_file():
-        return {}
     try:
-        data = _data(path.read_text(encoding="utf-8"), path)
-    except (InvalidArtifact, UnicodeDecodeError):
-        return {}  # a card is no part of what is computed
-    out: dict[str, Any] = {"licence": data.get("license"), "base_model": data.get("base_model")}
-    figures = [
-        {"suite": r.dataset_type, "metric": r.metric_type, "value": r.metric_value, **(r.metric_args or {})}
-        for r in data.eval_results or ()
-    ]
-    return {key: value for key, value in (out | {"figures": figures}).items() if value}
+        text = path.read_text(encoding="utf-8") if path.stat().st_size <= MAX_JSON else ""
+        data = _data(text, path) if _FRONT.match(text) else None
+    except (InvalidArtifact, OSError, UnicodeDecodeError):
+        data = None  # a card is no part of what is computed
+    if data is None:
+        return {}
+    known = {"licence": data.get("license"), "base_model": data.get("base_model")}
+    out: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, str)}
+    figures = []
+    for r in data.eval_results or ():
+        more = r.metric_args if isinstance(r.metric_args, dict) else {}
+        figure = {"suite": r.dataset_type, "metric": r.metric_type, "value": r.metric_value, **more}
+        if all(isinstance(value, (str, int, float)) for value in figure.values()):  # and no aliases of aliases
+            figures.append({str(key): value for key, value in figure.items()})
+    return out | ({"figures": figures} if figures else {})
 
 
 def _data(text: str, path: Path) -> Any:

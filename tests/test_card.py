@@ -96,6 +96,34 @@ def test_the_text_of_a_card_is_kept_and_says_how_to_load_what_is_published(tmp_p
     assert read_card(folder) == {}  # a bad card stops nobody from loading
 
 
+CARDS_OF_STRANGERS = {
+    "arguments that are a list": "model-index: [{name: x, results: [{task: {type: t}, dataset: {type: d, name: n}, "
+    "metrics: [{type: tau, value: 1, args: [1]}]}]}]",
+    "a licence of aliases": "a: &a [x, x]\nb: &b [*a, *a]\nlicense: [*b, *b]",
+    "commands for a terminal": 'license: "mit\\e[2J"',
+    "figures of objects": "model-index: [{name: x, results: [{task: {type: t}, dataset: {type: d, name: n}, "
+    "metrics: [{type: tau, value: {a: 1}}]}]}]",
+    "large": "license: mit\nnotes: " + "x" * 300_000,
+    "deep": "license: " + "[" * 2000,
+}
+
+
+@pytest.mark.parametrize("front", CARDS_OF_STRANGERS.values(), ids=CARDS_OF_STRANGERS)
+def test_a_card_from_anywhere_is_told_as_plain_values_or_not_at_all(tmp_path, front, capsys):
+    from repairzoo.commands.info import show_info
+
+    folder = save_head(tmp_path / "head")
+    (folder / "README.md").write_text(f"---\n{front}\n---\n# x\n")
+    facts = read_card(folder)
+    assert all(isinstance(facts.get(key, ""), str) for key in ("licence", "base_model"))
+    for figure in facts.get("figures", ()):
+        assert all(isinstance(value, (str, int, float)) for value in figure.values())
+    show_info(str(folder))
+    shown = capsys.readouterr().out
+    assert "anchor_plus_1" in shown
+    assert "\x1b" not in shown
+
+
 def test_the_server_of_the_tests_refuses_bad_metadata():
     """The negative control of ``card_problems``."""
     for front in ("license: [a]", "tags: x", "base_model_relation: lora", ": [", "model-index: [{results: [{}]}]"):

@@ -31,7 +31,7 @@ def push(
     with reporting(as_json):
         from repairzoo import hub
 
-        if everything == (folder is not None) or (everything and namespace is None):
+        if everything == (folder is not None) or everything == (namespace is None):
             raise InvalidInput("give a folder and owner/name, or --all with --namespace OWNER")
         if everything:
             assert namespace is not None
@@ -42,9 +42,10 @@ def push(
             assert folder is not None
             jobs = [(folder, hub.full_id(repo))]
         done: list[dict[str, Any]] = []
+        files = {repo_id: sorted(hub.prepared(path, repo_id)) for path, repo_id in jobs}  # all are sound, or none goes
         for path, repo_id in jobs:
             if dry_run:
-                done.append({"repository": repo_id, "files": hub.prepared(path, repo_id), "commit": None})
+                done.append({"repository": repo_id, "files": files[repo_id], "commit": None})
             else:
                 made = hub.push(path, repo_id, revision=revision, private=private, message=message)
                 done.append({"repository": repo_id, "commit": made.oid, "url": made.commit_url})
