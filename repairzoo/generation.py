@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from repairzoo.decode import Engine, State, choose
 from repairzoo.errors import InvalidInput
+from repairzoo.registry import unknown
 from repairzoo.graph import Graphs
 from repairzoo.launched import Launched
 from repairzoo.results import Generation, Stats
@@ -99,8 +101,12 @@ def make_request(
     eos_token_id: int | Sequence[int] | None = None,
     logits_processor: Any = None,
     stopping_criteria: Any = None,
+    **other: Any,
 ) -> Request:
     """Check the options of a call; every error names the option."""
+    if other:
+        known = [n for n, p in inspect.signature(make_request).parameters.items() if p.kind is p.KEYWORD_ONLY]
+        raise InvalidInput(str(unknown("option of generate", min(other), known)))
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise InvalidInput(f"max_new_tokens={max_new_tokens!r}: give an integer of at least 0")
     if stop is not None and not isinstance(stop, (str, list, tuple)):

@@ -165,12 +165,14 @@ class Zoo:
             rows: prompts at once. positions: of the longest row, prompt and answer.
             options: as in ``generate``; sampling needs more than greedy decoding.
         """
+        _check_size(rows, positions)
         engine = self.engine(make_request(self.target, [[0]] * rows, **options))
         return plan(engine, rows, positions + engine.slack)
 
     def warm_up(self, rows: int = 1, positions: int = 2048, **options: Any) -> None:
         """Capture every round that runs of up to ``rows`` rows and ``positions`` positions replay, so that none of them
         waits for a capture; without graphs there is nothing to do. Options as in ``generate``."""
+        _check_size(rows, positions)
         if self.graphs is not None:
             engine = self.engine(make_request(self.target, [[0]] * rows, **options))
             self.graphs.warm_up(engine, rows, positions)
@@ -180,6 +182,12 @@ class Zoo:
 
     def _run(self, request: Request) -> Iterator[Any]:
         return speculate(self.engine(request), request, self.graphs)
+
+
+def _check_size(rows: int, positions: int) -> None:
+    for name, value in (("rows", rows), ("positions", positions)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidInput(f"{name}={value!r}: give an integer of at least 1")
 
 
 def _nothing(backbone: Any) -> None:

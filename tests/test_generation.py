@@ -129,6 +129,7 @@ def test_rows_end_each_for_their_own_reason():
         ({"seed": [1, 2]}, "seed"),
         ({"seed": 1.5}, "seed"),
         ({"seed": 2**63}, "64 bits"),
+        ({"max_new_token": 5}, "unknown option of generate 'max_new_token': did you mean 'max_new_tokens'"),
         ({"logits_processor": [UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None)]}, "Guidance.*state"),
     ],
 )
@@ -137,6 +138,14 @@ def test_bad_options_are_named(options, words):
         repairzoo.build(noisy(0, 3), None, toy()).generate(PROMPT, **options)
     with pytest.raises(InvalidInput, match=words):
         repairzoo.autoregressive(toy(), PROMPT, **options)
+
+
+def test_sizes_that_no_run_has_are_refused():
+    zoo = repairzoo.build(noisy(0, 3), None, toy())
+    for sizes, words in (((0, 8), "rows=0"), ((1, 0), "positions=0"), ((1.5, 8), "rows=1.5"), ((True, 8), "rows=True")):
+        for ask in (zoo.memory, zoo.warm_up):
+            with pytest.raises(InvalidInput, match=words):
+                ask(*sizes)
 
 
 def test_a_backbone_may_tap_nothing():
