@@ -14,9 +14,9 @@ from torch import Tensor
 
 from repairzoo.decode import Engine, State, choose
 from repairzoo.errors import InvalidInput
-from repairzoo.registry import unknown
 from repairzoo.graph import Graphs
 from repairzoo.launched import Launched
+from repairzoo.registry import unknown
 from repairzoo.results import Generation, Stats
 from repairzoo.runner import Runner, runner
 from repairzoo.sampling import Law
