@@ -156,27 +156,27 @@ def fetch(
             raise
         warnings.warn(f"{error} Using commit {known} from the cache meanwhile.", stacklevel=3)
         return root / "snapshots" / known
-    commit = info.sha
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit) or source.commit not in (None, commit):
-        raise HubError(f"{source}: the Hub answers with commit {commit!r}, which cannot be; check HF_ENDPOINT")
-    _refuse_other(source, commit, files)
-    folder = root / "snapshots" / commit
+    sha = info.sha
+    if not isinstance(sha, str) or not _COMMIT.fullmatch(sha) or commit not in (None, sha):
+        raise HubError(f"{source}: the Hub answers with commit {sha!r}, which cannot be; check HF_ENDPOINT")
+    _refuse_other(source, sha, files)
+    folder = root / "snapshots" / sha
 
     def get(name: str) -> None:
         if force_download or not os.path.isfile(folder / name):
-            _download(source, commit, name, files[name], folder, token, cache_dir, force_download)
+            _download(source, sha, name, files[name], folder, token, cache_dir, force_download)
 
     get(CONFIG)  # first: what does not fit is refused before the weights come
     with blaming(folder):
         check_config_file(folder)
     patterns = _patterns(folder)
     if not any(fnmatchcase(name, pattern) for name in files for pattern in patterns):
-        raise InvalidArtifact(f"{source} at commit {commit}: has no {patterns[0]}, which its {CONFIG} belongs to")
+        raise InvalidArtifact(f"{source} at commit {sha}: has no {patterns[0]}, which its {CONFIG} belongs to")
     for name in sorted(files.keys() - {CONFIG}):
         others = any(fnmatchcase(name, pattern) for pattern in WEIGHTS if pattern not in patterns)
         if name == CARD if config_only else _allowed(name) and not others:
             get(name)
-    _write_ref(root, source.revision, commit)
+    _write_ref(root, source.revision, sha)
     return folder
 
 
