@@ -245,6 +245,20 @@ def planned(tmp_path: Path, kind: str, changes: tuple[str, ...], objective: dict
     return module.plan(read_recipe(path, changes), target(), [folder], backbone=draft(2), **options)
 
 
+def test_identity_safe_training_does_not_begin_on_a_saddle(tmp_path):
+    """A new head's gamma is 0 (bit for bit no head) and its scores hardly differ: each would scale the other's gradient,
+    and hundreds of steps changed no choice. Training begins with gamma 1; a head that is gone on with keeps its own."""
+    job = planned(tmp_path, "lilicorr", ("model.decision=identity_safe",))
+    assert torch.equal(job.objective.head.gamma, torch.ones(3))
+    total_loss(job.objective.terms(job.objective.module, job.corpus.training_batch(0, 4, 4, 0), 0.5)).backward()
+    assert all(job.objective.head.get_parameter(f"{n}_head.weight").grad.abs().sum() > 0 for n in ("in", "out"))
+    with torch.no_grad():
+        job.objective.head.gamma.fill_(0.25)
+    job.save(tmp_path / "kept")
+    again = planned(tmp_path, "lilicorr", ("model.decision=identity_safe",), init=tmp_path / "kept")
+    assert torch.equal(again.objective.head.gamma, torch.full((3,), 0.25))
+
+
 def trained_for(job, steps: int = 3) -> None:
     """A few large steps with weight decay, so that whatever is trained has moved."""
     free = [p for p in job.objective.module.parameters() if p.requires_grad]

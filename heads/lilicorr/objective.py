@@ -161,6 +161,9 @@ def plan(
             freeze_at_zero(head.anchor_norm.weight)
         if not model.pairwise:
             freeze_at_zero(head.out_head.weight)
+        if init is None and stored.decision == "identity_safe":
+            # gamma 0 is a saddle: it and psi, whose spread is nearly 0 at first, are each other's gradient
+            torch.nn.init.ones_(head.gamma)
         if init is None:  # a vector that has to start somewhere: at zero it would have no direction
             for part, off in ((head.anchor_out_head, not model.anchor), (head.out_head, not model.pairwise)):
                 if off:
