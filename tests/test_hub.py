@@ -259,7 +259,8 @@ def test_weights_of_the_other_part_are_neither_fetched_nor_taken_for_the_whole(h
     (folder,) = [worker.folder / "older" / "hub" / "models--owner--older" / "snapshots" / commit]
     worker.fail("load", home, source="owner/older", part="backbone")
     (folder / "head.safetensors").write_bytes(b"old")  # as a plain download of all files would leave it
-    kinds, message = worker.fail("load", home | {"HF_HUB_OFFLINE": "1"}, source="owner/older", part="backbone")
+    offline = home | {"HF_HUB_OFFLINE": "1"}
+    kinds, message = worker.fail("load", offline, source=f"owner/older@{commit}", part="backbone")
     assert "HubError" in kinds
     assert "not the whole of it" in message
     hub.calm()
