@@ -244,6 +244,9 @@ def test_errors_of_the_system_are_one_message(capsys):
         os.rename("/nowhere/a", "/nowhere/b")
     told = json.loads(capsys.readouterr().out)["error"]
     assert told["type"] == "FileNotFoundError" and told["message"].startswith("/nowhere/b: No such file")
+    with pytest.raises(typer.Exit), reporting(False):
+        Path("/dev/null/.page.html.0123456789ab.tmp").write_text("x")
+    assert "error: /dev/null/page.html: Not a directory; look at" in capsys.readouterr().err
     with pytest.raises(BrokenPipeError), reporting(False):  # typer ends quietly
         raise BrokenPipeError
     with pytest.raises(ZeroDivisionError), reporting(False):  # a fault of ours is not hidden

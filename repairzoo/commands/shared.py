@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def _words(error: Exception) -> str:
     if isinstance(error, RepairZooError) or not isinstance(error, OSError) or not error.strerror:
         return str(error)
     names = [os.fsdecode(name) for name in (error.filename2, error.filename) if isinstance(name, (str, bytes))]
-    where = f"{names[0]}: " if names else ""
+    where = re.sub(r"\.([^/]+)\.[0-9a-f]{12}\.tmp", r"\1", f"{names[0]}: ") if names else ""  # a name of a while
     return f"{where}{error.strerror}; look at the path, its permissions and the room on its disk"
 
 
