@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, Bigram, causal_lm, dels, greedy, letters, noisy, prompts
+from conftest import VOCAB, Bigram, causal_lm, dels, dflash, greedy, letters, noisy, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_toys import Knowing, backbone_for, head_for
@@ -195,6 +195,37 @@ def test_finished_rows_leave_the_batch():
     assert {key.rows for arena in zoo.graphs.free for key in arena.graphs} > {4}
     widths = rounds_of(eager(zoo), rows, max_new_tokens=41, eos_token_id=eos)[1]
     assert widths[0] == widths[1] == 4 > widths[-1]
+
+
+def windowed() -> Any:
+    """A draft whose layers see three tokens: a row far behind the bound would see none, and softmax gives NaN then."""
+    changes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
+    return dflash(target_of(), 3, S + 1, **changes)
+
+
+def test_rows_that_end_behind_the_bound_leave_nothing_to_a_windowed_draft():
+    """Long rows end, the others go on in fewer columns: one stays as padding, and its place is used again later."""
+    target = target_of()
+    for seed in range(40):
+        rows = prompts(seed, [3, 4, 5, 80])
+        *short, long = [greedy(target.model, row, 24) for row in rows]
+        ends = [t for t in long[2:6] if not any(t in answer for answer in short) and t not in long[:2]]
+        if ends:
+            break
+    zoo = recorded(windowed())
+    same(zoo, [*rows, rows[-1]], max_new_tokens=24, eos_token_id=ends[0])
+    assert {(key.rows, key.bound) for arena in zoo.graphs.free for key in arena.graphs} >= {(8, 96), (4, 64)}
+    same(zoo, prompts(1, [30, 31, 32, 60]), max_new_tokens=24)
+
+
+def test_captures_in_used_buffers_leave_nothing_to_a_windowed_draft():
+    """Warm-ups of a small bound run on the buffers of a long answer."""
+    zoo = recorded(windowed())
+    same(zoo, prompts(1, [80]), max_new_tokens=6)
+    zoo.warm_up(rows=1, positions=80)
+    (arena,) = zoo.graphs.free
+    assert {key.bound for key in arena.graphs} == {96, 64}
+    same(zoo, prompts(2, [50]), max_new_tokens=40)
 
 
 @pytest.mark.parametrize("at", range(4, 4 + S + 2))
