@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from repairzoo.artifact import fingerprint
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.target import Target
-from repairzoo.train.data import Batch, Corpus, prefix
+from repairzoo.train.data import Batch, Corpus, prefix, softmax_columns
 from repairzoo.train.losses import block_cross_entropy
 from repairzoo.train.recipe import Job, RunRecipe, read_section
 from repairzoo.train.trainer import Terms
@@ -125,8 +125,7 @@ def plan(
     if init is not None:
         _start_from(draft, init)
     draft.bind(target.embedding, target.output_weight, num_layers=target.num_layers, output=target.output)
-    least = objective.least_count
-    columns = None if least is None else corpus.columns(target.output_weight.shape[0], least).to(target.device)
+    columns = softmax_columns(corpus, target, objective.least_count)
 
     def save(folder: Path) -> None:
         stored = DFlash(config)

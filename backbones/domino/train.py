@@ -57,7 +57,7 @@ class DominoObjective:
         backbone = self.module
         hidden = module(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]  # [B, N, S, D]
         labels, mask = batch.labels(backbone.slots)
-        y = backbone.teacher_forced(hidden, before(batch, labels))  # [B, N, S, E]
+        y = backbone.teacher_forced(hidden, batch.before(labels))  # [B, N, S, E]
         output, correction = self.output_weight, backbone.output_rows[: self.output_weight.shape[0]]
         if self.columns is not None:
             output, correction = output[self.columns], correction[self.columns]
@@ -83,17 +83,11 @@ class DominoObjective:
         backbone = self.module
         hidden = backbone.train_forward(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]
         labels, mask = batch.labels(backbone.slots)
-        blocks, previous = hidden.flatten(0, 1), before(batch, labels).flatten(0, 1)  # [B*N, S, ...]
+        blocks, previous = hidden.flatten(0, 1), batch.before(labels).flatten(0, 1)  # [B*N, S, ...]
         size = max(1, _CHUNK // backbone.slots)
         pieces = zip(blocks.split(size), previous.split(size), strict=True)
         choice = torch.cat([backbone.corrected_logits(*piece).argmax(-1) for piece in pieces])
         return choice == labels.flatten(0, 1), prefix(mask).flatten(0, 1)
-
-
-def before(batch: Batch, labels: Tensor) -> Tensor:
-    """The true token before each slot, ``[B, N, S]``: the anchor, then the labels."""
-    anchors = batch.input_ids.gather(1, batch.anchors)[..., None]
-    return torch.cat((anchors, labels[..., :-1]), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class DSparkObjective:
         backbone = self.module
         hidden = module(batch.features, batch.input_ids, batch.anchors)  # [B, N, S, D]
         labels, mask = batch.labels(backbone.slots)
-        previous, places, mask = before(batch, labels), labels, prefix(mask)
+        previous, places, mask = batch.before(labels), labels, prefix(mask)
         if self.columns is not None:
             places, known = place_in(self.columns, labels)
             mask = mask & known
@@ -80,7 +80,7 @@ class DSparkObjective:
         backbone = self.module
         hidden = backbone.train_forward(batch.features, batch.input_ids, batch.anchors)
         labels, mask = batch.labels(backbone.slots)
-        blocks, previous = hidden.flatten(0, 1), before(batch, labels).flatten(0, 1)  # [B*N, S, ...]
+        blocks, previous = hidden.flatten(0, 1), batch.before(labels).flatten(0, 1)  # [B*N, S, ...]
         size = max(1, _CHUNK // backbone.slots)
         pieces = zip(blocks.split(size), previous.split(size), strict=True)
         choice = torch.cat([backbone.corrected_logits(*piece).argmax(-1) for piece in pieces])
@@ -134,12 +134,6 @@ class DSparkObjective:
         for chunk in zip(*map(parts, (hidden, y, true, places, weights, judged)), strict=True):
             total = total + checkpoint(piece, *chunk, use_reentrant=False)
         return list(total.unbind())
-
-
-def before(batch: Batch, labels: Tensor) -> Tensor:
-    """The true token before each slot, ``[B, N, S]``: the anchor, then the labels."""
-    anchors = batch.input_ids.gather(1, batch.anchors)[..., None]
-    return torch.cat((anchors, labels[..., :-1]), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.target import Target
-from repairzoo.train.data import Batch, Corpus, prefix
-from repairzoo.train.heads import common_facts, softmax_columns, target_keys
+from repairzoo.train.data import Batch, Corpus, prefix, softmax_columns
+from repairzoo.train.heads import common_facts, target_keys
 from repairzoo.train.losses import decay_weights, place_in
 from repairzoo.train.recipe import Job, RunRecipe, read_section
 from repairzoo.train.trainer import Recipe, Terms, estimated_tau

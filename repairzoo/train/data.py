@@ -17,6 +17,7 @@ from torch import Tensor
 
 from repairzoo.errors import InvalidArtifact, InvalidInput
 from repairzoo.safe_file import read_header
+from repairzoo.target import Target
 from repairzoo.train.corpus import Sequence, features_file, read_corpus, read_manifest, taps_of
 
 _BUCKET = 32  # batches whose sequences are sorted by length together: less padding, still mixed
@@ -57,6 +58,11 @@ class Batch:
         labels = self.input_ids.gather(1, flat).view_as(places)
         mask = self.loss_mask.gather(1, flat).view_as(places) & inside & self.keep[..., None]
         return labels, mask
+
+    def before(self, labels: Tensor) -> Tensor:
+        """The true token before each slot, ``[B, N, S]``: the anchor, then the labels."""
+        anchors = self.input_ids.gather(1, self.anchors)[..., None]
+        return torch.cat((anchors, labels[..., :-1]), -1)
 
 
 def prefix(mask: Tensor) -> Tensor:
@@ -219,6 +225,11 @@ class Corpus:
     def columns(self, vocab_size: int, least: int = 1) -> Tensor:
         """Vocabulary ids that occur at least ``least`` times in training answers: the loss needs no other rows."""
         return (self.counts(vocab_size) >= least).nonzero()[:, 0]
+
+
+def softmax_columns(corpus: Corpus, target: Target, least: int | None) -> Tensor | None:
+    """Ids that a loss's softmax runs over, on the target's device: those that occur ``least`` times; None for all."""
+    return None if least is None else corpus.columns(target.output_weight.shape[0], least).to(target.device)
 
 
 def _pass_of(sequence: Sequence) -> tuple[Path, str]:

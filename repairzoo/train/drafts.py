@@ -15,7 +15,7 @@ from repairzoo.draft_config import DraftConfig
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.load_parts import load_backbone
 from repairzoo.target import Target
-from repairzoo.train.data import Corpus
+from repairzoo.train.data import Corpus, softmax_columns
 from repairzoo.train.recipe import Job, RunRecipe
 from repairzoo.train.trainer import Objective
 
@@ -83,9 +83,7 @@ def draft_job(
     corpus = Corpus(folders, config.target_layer_ids, target.hidden_size, passes=passes, text_from=text_from, last=last)
     inherit(draft, found, init)
     draft.bind(target.embedding, target.output_weight, num_layers=target.num_layers, output=target.output)
-    columns = None
-    if least_count is not None:
-        columns = corpus.columns(target.output_weight.shape[0], least_count).to(target.device)
+    columns = softmax_columns(corpus, target, least_count)
 
     def save(folder: Path) -> None:
         stored = make()

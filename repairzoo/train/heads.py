@@ -15,7 +15,7 @@ from repairzoo.artifact import fingerprint
 from repairzoo.errors import InvalidInput
 from repairzoo.learned_head import HeadConfig, LearnedHead
 from repairzoo.target import Target
-from repairzoo.train.data import Corpus
+from repairzoo.train.data import Corpus, softmax_columns
 from repairzoo.train.recipe import Job, RunRecipe
 from repairzoo.train.trainer import Objective, Recipe
 
@@ -82,10 +82,6 @@ def freeze_at_zero(*parameters: Tensor) -> None:
     for parameter in parameters:
         nn.init.zeros_(parameter)
         parameter.requires_grad_(False)
-
-
-def softmax_columns(corpus: Corpus, target: Target, least: int | None) -> Tensor | None:
-    return None if least is None else corpus.columns(target.output_weight.shape[0], least).to(target.device)
 
 
 def common_facts(kind: str, target: Target, model: Any, objective: Any, head: Any, init: Path | None) -> dict[str, Any]:
