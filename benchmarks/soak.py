@@ -47,7 +47,8 @@ def live() -> tuple[int, int]:
     """How many tensors exist, and the bytes they hold."""
     gc.collect()
     # packed matrices of other models in this process are opaque: they have no storage to look at
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+    every = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor))  # isinstance wakes deprecated names
+    tensors = [x for x in every if x.layout == torch.strided]
     return len(tensors), sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
