@@ -174,7 +174,7 @@ def costs(zoo: Any, *, context: int = 256, batch: int = 1) -> list[Cost]:
             target.logits(hidden)
         return draft, head, verify
 
-    with _unpacked(target, backbone):
+    with _unpacked(target, backbone, *zoo.heads):
         counted()  # heads make their tables once
         draft, head, verify = counted()
     own = _parameters([backbone])
@@ -248,14 +248,17 @@ def _cost(part: str, modules: Iterable[Any], counted: Counter) -> Cost:
 
 
 @contextmanager
-def _unpacked(target: Any, backbone: Any = None) -> Iterator[None]:
+def _unpacked(target: Any, backbone: Any = None, *heads: Any) -> Iterator[None]:
     """Products as plain ones for a while: packed weights hide their sizes. The numbers are the same."""
     layers = [p for layer in target._layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     linears = [p for p in (*layers, target.output) if isinstance(p, Linear)]
     packed = [p.packed for p in linears]
     before = {name: getattr(backbone, name) for name in ("pack", "int8", "_target") if hasattr(backbone, name)}
     borrowed: Any = before.get("_target")
+    packing = [head for head in heads if getattr(head, "pack", False)]
     try:
+        for head in packing:
+            head.pack = False
         for linear in linears:
             linear.packed = None
         if "pack" in before:
@@ -265,6 +268,8 @@ def _unpacked(target: Any, backbone: Any = None) -> Iterator[None]:
             backbone._target = type(borrowed)(borrowed.embedding, weight, Linear([weight], pack=False))
         yield
     finally:
+        for head in packing:
+            head.pack = True
         for linear, was in zip(linears, packed, strict=True):
             linear.packed = was
         for name, value in before.items():

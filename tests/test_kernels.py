@@ -186,14 +186,14 @@ def test_drelay_walk_equals_step(seed, B, S, K, heads, e, gate, excluded):
 
 
 @interpreter
-def test_control_another_gate_is_noticed():
-    """The comparison can fail: weights that the kernel keeps from before are not the head's."""
+def test_control_another_gate_is_noticed(monkeypatch):
+    """The comparison can fail: a kernel that is given another gate does not score as the head does."""
     head, block, pool = scenes("drelay", 1, 1, 3, 4, width=6, heads=2, gate=5)
     head.chain(block, pool, pool.log_probs)
-    stale = head._gate
     head.gate_in.weight.mul_(-1)
     check_walk(head, block, pool, 2e-4)  # made anew
-    head._gate = (head._gate[0], stale[1])
+    first, *rest = head._gate_weights()
+    monkeypatch.setattr(head, "_gate_weights", lambda: (-first, *rest))
     with pytest.raises(AssertionError):
         check_walk(head, block, pool, 2e-4)
 
