@@ -411,8 +411,8 @@ def _export_head(source: Path, destination: Path, to: str, draft: str | Path | N
         module = _module(kind)
     if module is None or not hasattr(module, "save_published"):
         raise InvalidInput(
-            f"to={to!r}: {source} is a {kind} head in the strict form already, and lilicorr heads alone have a way back "
-            "to a published one (to='lilicorr')"
+            f"to={to!r}: {source} is a {kind} head in the strict form already, and lilicorr heads alone have a way "
+            "back to a published one (to='lilicorr')"
         )
     if draft is None:
         raise InvalidInput(f"to={to!r}: the published format lies beside a draft's config: give draft= (--draft)")

@@ -155,7 +155,7 @@ def refuse_no_backbone(backbone: Any) -> None:
     if lacking or isinstance(backbone, type):
         what = backbone.__name__ if isinstance(backbone, type) else type(backbone).__name__
         raise InvalidInput(
-            f"the backbone is given as {what}, which {'is a class' if not lacking else 'lacks ' + ', '.join(lacking)}: "
+            f"the backbone is given as {what}, which {'is a class' if isinstance(backbone, type) else 'lacks ' + ', '.join(lacking)}: "
             "give a name, a folder, a Hub id, or an object with the members that docs/protocols.md lists"
         )
 

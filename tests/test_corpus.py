@@ -298,6 +298,8 @@ def test_text_of_prompts_can_be_trained_on_and_is_never_judged(folder):
     assert [len(s) for s in answers.held] == [len(s) for s in text.held]
     assert [s.prompt for s in answers.held] == [s.prompt for s in text.held]
     assert {s.prompt for s in text.train} == {2}
+    with pytest.raises(InvalidInput, match="text_from=-1"):
+        read(folder, text_from=-1)
     batch = text.training_batch(0, 4, 40, 0)
     assert int(batch.anchors[batch.keep].min()) == 2
     assert bool(batch.loss_mask[:, 2].all()) and not bool(batch.loss_mask[:, :2].any())

@@ -99,6 +99,8 @@ class Corpus:
     _open: dict[Path, object] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.text_from is not None and self.text_from < 0:
+            raise InvalidInput(f"text_from={self.text_from}: give the number of tokens to skip, from 0")
         sequences = [s for folder in self.folders for s in read_corpus(folder, self.passes) if len(s) - s.prompt >= 4]
         self.train = [s for s in sequences if not self._is_held(s)]
         self.held = [s for s in sequences if self._is_held(s)]
