@@ -153,9 +153,10 @@ def refuse_no_backbone(backbone: Any) -> None:
     """Raise ``InvalidInput`` for an object without what the loop calls."""
     lacking = [name for name in _BACKBONE if not hasattr(backbone, name)]
     if lacking or isinstance(backbone, type):
-        what = backbone.__name__ if isinstance(backbone, type) else type(backbone).__name__
+        is_class = isinstance(backbone, type)
+        what = backbone.__name__ if is_class else type(backbone).__name__
         raise InvalidInput(
-            f"the backbone is given as {what}, which {'is a class' if isinstance(backbone, type) else 'lacks ' + ', '.join(lacking)}: "
+            f"the backbone is given as {what}, which {'is a class' if is_class else 'lacks ' + ', '.join(lacking)}: "
             "give a name, a folder, a Hub id, or an object with the members that docs/protocols.md lists"
         )
 
