@@ -317,6 +317,7 @@ def _resume(path: Path, head: dict[str, Any]) -> tuple[set[Key], dict[Key, list[
     path.parent.mkdir(parents=True, exist_ok=True)
     manifest, rows = read_lines(path)
     for key in _SAME if manifest is not None else ():
+        assert manifest is not None
         if manifest.get(key) != json.loads(json.dumps(head[key])):
             raise InvalidInput(
                 f"{path} was begun with {key} {manifest.get(key)!r}, this run has {head[key]!r}: name another file"
@@ -374,7 +375,7 @@ _ROW = {"suite": str, "id": str, "cell": str, "repeat": int, "tokens": list, "ac
 def _check_row(row: Any, where: str) -> None:
     """Raises ``InvalidInput``: a key without which no figure can be made."""
     for key, kind in _ROW.items():
-        value = row.get(key) if isinstance(row, dict) else None
+        value: Any = row.get(key) if isinstance(row, dict) else None
         if not isinstance(value, kind) or (kind is list and not all(isinstance(n, int) for n in value)):
             raise InvalidInput(f"{where}: {key!r} is {value!r}, no row of repairzoo bench has that; is it undamaged?")
     for key in ("seconds", "rounds", "differs", "prefix"):
