@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +29,16 @@ def is_int(value: Any, least: int) -> bool:
 
 def is_real(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_PLAIN: dict[
+    Any, tuple[Callable[[Any], bool], str]
+] = {  # annotation -> what its values are; a check that compares or divides relies on it
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "an integer"),
+    "float": (is_real, "a finite number"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +99,11 @@ class HeadConfig:
         ]  # fmt: skip
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type in _PLAIN:
+                valid, expected = _PLAIN[field.type]
+                if not valid(value := getattr(self, field.name)):
+                    raise InvalidArtifact(f"{self.kind} config: {field.name} is {value!r}; expected {expected}")
         for key, ok, expected in self.checks():
             if not ok:
                 raise InvalidArtifact(f"{self.kind} config: {key} is {getattr(self, key)!r}; expected {expected}")

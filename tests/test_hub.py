@@ -621,7 +621,8 @@ def test_push_all_publishes_every_shipped_artifact_with_its_card(hub, worker):
 
     listed = shipped()
     assert listed
-    worker.start("command", SIGNED, args=["push", "--all", "--namespace", "owner"]).value()
+    job = worker.start("command", SIGNED, args=["push", "--all", "--namespace", "owner"])
+    assert job.value() != 2, job.log()
     home = {"HF_HOME": str(worker.folder / "all")}
     for name, folder in listed:
         part = "head" if (folder / "head.safetensors").exists() else "backbone"

@@ -56,7 +56,7 @@ class DRelayConfig(HeadConfig):
             *HeadConfig.checks(self),
             *positive,
             ("pool_size", self.pool_size >= 2, "at least 2: there is nothing to repair to"),
-            ("heads", self.width % self.heads == 0, "a divisor of width"),
+            ("heads", self.heads > 0 and self.width % self.heads == 0, "a divisor of width"),
             ("slot_layers", is_int(self.slot_layers, 0), "a non-negative integer"),
             ("history", is_int(self.history, 0) and self.history <= HISTORY, f"an integer from 0 to {HISTORY}"),
         ]
