@@ -127,7 +127,7 @@ class Target:
     max_context: int = field(init=False)
     _layers: list[_Layer] = field(init=False, repr=False)
     _output: Linear = field(init=False, repr=False)
-    _final_norm: Callable[[Tensor], Tensor] = field(init=False, repr=False)
+    final_norm: Callable[[Tensor], Tensor] = field(init=False, repr=False)
     _head_dim: int = field(init=False, repr=False)
     _kv_heads: int = field(init=False, repr=False)
 
@@ -140,7 +140,7 @@ class Target:
         attention = body.layers[0].self_attn
         self._head_dim = attention.head_dim
         self._kv_heads = attention.k_proj.out_features // self._head_dim
-        self._final_norm = _norm(body.norm)
+        self.final_norm = _norm(body.norm)
         self._layers = [_layer(layer, self.pack) for layer in body.layers]
         self._output = Linear([self.output_weight], [self.model.get_output_embeddings().bias], pack=self.pack)
         _prove(self)
@@ -231,7 +231,7 @@ class Target:
             if index in taps:
                 tapped[index] = x
         features = torch.cat([tapped[t] for t in taps], -1) if taps else None
-        return self._final_norm(x), features
+        return self.final_norm(x), features
 
     def _layer_forward(
         self,
