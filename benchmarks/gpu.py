@@ -63,11 +63,12 @@ TINY = {
 class Forced:
     """A target that accepts as many draft tokens as ``accept [1]`` says, whatever it would have said itself.
 
-    Chains, and CURE's trees, whose first nodes are the chain.
+    Chains of ``slots`` tokens, and CURE's trees, whose first nodes are the chain. What lies behind the chain decides
+    nothing: a round of fixed shape holds empty nodes there, which another one leaves out.
     """
 
-    def __init__(self, target: Target, accept: Tensor) -> None:
-        self._target, self._accept = target, accept
+    def __init__(self, target: Target, accept: Tensor, slots: int) -> None:
+        self._target, self._accept, self.slots = target, accept, slots
         self._ids: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -84,6 +85,7 @@ class Forced:
             return logits
         following = torch.cat([ids[:, 1:], ids[:, -1:]], 1)  # [B, M]
         node = torch.arange(ids.shape[1], device=ids.device)
+        following = torch.where(node < self.slots, following, ids)
         chosen = torch.where(node < self._accept, following, (following + 1) % logits.shape[-1])
         return logits.scatter(-1, chosen[..., None], 1e4)
 
@@ -310,7 +312,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "floor_tokens_per_second": 1 / floor(steps, rates),
     }
     accept = torch.zeros(1, dtype=torch.int64, device=device)
-    forced: Any = Forced(target, accept)
     left_out = []
     for backbone_kind, head_kind in cells(args.backbones, args.heads):
         name = backbone_kind if head_kind == "none" else f"{backbone_kind}+{head_kind}"
@@ -319,6 +320,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             continue
         try:
             backbone = random_backbone(backbone_kind, target, args.tiny)
+            forced: Any = Forced(target, accept, backbone.slots)
             zoo = Zoo(forced, backbone, random_head(head_kind, backbone, target, args.tiny))
             result["cells"][name] = measure_cell(zoo, accept, args.lengths, prompt, args.rounds, rates)
             print(f"{name}: {result['cells'][name]['round_ms']:.2f} ms a round", flush=True)

@@ -73,6 +73,14 @@ class Expander(Protocol):
         ...
 
 
+def refuse_order(names: str, expanders: Sequence[bool]) -> None:
+    """Raise ``InvalidInput`` for a stack ``names`` with an expander that is not the last, or two of them."""
+    if sum(expanders) > 1:
+        raise InvalidInput(f"head {names}: two expanders; each makes the tree that is verified, so keep one")
+    if any(expanders[:-1]):
+        raise InvalidInput(f"head {names}: an expander forks what the other heads have chosen, so it comes last")
+
+
 def split_heads(heads: Sequence[Any]) -> tuple[tuple[Corrector, ...], Expander | None]:
     """The correctors of a stack, and its expander or None.
 
@@ -81,10 +89,7 @@ def split_heads(heads: Sequence[Any]) -> tuple[tuple[Corrector, ...], Expander |
     """
     found = [isinstance(head, Expander) for head in heads]
     names = "+".join(str(getattr(head, "kind", type(head).__name__)) for head in heads)
-    if sum(found) > 1:
-        raise InvalidInput(f"head {names}: two expanders; each makes the tree that is verified, so keep one")
-    if any(found[:-1]):
-        raise InvalidInput(f"head {names}: an expander forks what the other heads have chosen, so it comes last")
+    refuse_order(names, found)
     kinds = [head.kind for head in heads if hasattr(head, "config") and hasattr(head, "kind")]
     for kind in kinds:
         if kinds.count(kind) > 1:

@@ -12,7 +12,7 @@ import torch
 from repairzoo import hub, statement
 from repairzoo.artifact import check_fit, fingerprint, read_config
 from repairzoo.block import Corrector
-from repairzoo.decode import Expander
+from repairzoo.decode import Expander, refuse_order
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.registry import HUB_PREFIX, registry
 from repairzoo.resolve import resolve
@@ -218,9 +218,7 @@ def _names(head: str) -> list[str]:
     if "none" in names and len(names) > 1:
         raise InvalidInput(f"head={head!r}: 'none' is the absence of a head and does not stack; leave it out")
     entries = [registry().get("head", name) for name in names]
-    makes_tree = [isinstance(entry.load(), Expander) for entry in entries if len(entries) > 1]
-    if any(makes_tree[:-1]):
-        raise InvalidInput(f"head={head!r}: an expander forks what the other heads have chosen: only one, and last")
+    refuse_order(head, [isinstance(entry.load(), Expander) for entry in entries if len(entries) > 1])
     return names
 
 

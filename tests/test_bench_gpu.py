@@ -75,9 +75,12 @@ def test_forced_logits_follow_the_draft_as_long_as_they_should(gpu, accept):
         def logits(self, hidden):
             return torch.zeros(*hidden.shape[:-1], 8)
 
-    forced = gpu.Forced(Plain(), torch.tensor([accept]))
+    forced = gpu.Forced(Plain(), torch.tensor([accept]), 3)
     ids = torch.tensor([[5, 7, 1, 7]])
     hidden, _ = forced.forward(ids)
     chosen = forced.logits(hidden).argmax(-1)[0].tolist()
+    assert (
+        chosen[3] == forced.logits(forced.forward(torch.cat([ids, ids[:, :2]], 1))[0]).argmax(-1)[0, 3]
+    )  # empty nodes
     agreed = [a == b for a, b in zip(chosen, ids[0, 1:].tolist(), strict=False)]
     assert agreed == [i < accept for i in range(3)]

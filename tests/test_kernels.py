@@ -155,7 +155,9 @@ def check_walk(head, block, pool, tolerance: float) -> None:
     prepared, carry, previous = head.prepare(block, pool), head.start(block), block.anchor_ids[:, None]
     for slot in range(block.slots):
         expected, carry = head.step(prepared, carry, slot, previous, base[:, slot : slot + 1])
-        torch.testing.assert_close(scores[:, slot], expected[:, 0], atol=tolerance, rtol=tolerance)
+        # scores of 1e4 beside scores of 1 come from the same sums: float32 is as coarse for all of a row
+        size = expected[:, 0].masked_fill(expected[:, 0].isinf(), 0).abs().amax(-1, keepdim=True).clamp_min(1)
+        torch.testing.assert_close(scores[:, slot] / size, expected[:, 0] / size, atol=tolerance, rtol=tolerance)
         assert torch.equal(rank[:, slot], scores[:, slot].argmax(-1))
         previous = pool.ids[:, slot].gather(1, rank[:, slot, None])
     _, _, seen = walk(block, [head], pool)

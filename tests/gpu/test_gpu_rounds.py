@@ -82,7 +82,7 @@ def test_graphs_give_the_eager_tokens_under_forced_rejections(kind, head):
     """Every slot is the first that is rejected, in one captured round."""
     accept = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     backbone, heads = parts(kind, head)
-    zoo = Zoo(bench().Forced(target(), accept), backbone, heads, graphs=graphs())
+    zoo = Zoo(bench().Forced(target(), accept, backbone.slots), backbone, heads, graphs=graphs())
     for length in range(backbone.slots + 1):
         accept.fill_(length)
         out = both(zoo, prompts(length, [9]), max_new_tokens=3 * (length + 1) + 1, eos_token_id=[])
