@@ -262,3 +262,12 @@ class LearnedHead(Head, nn.Module):
                     "load a head for this target"
                 )
         self.to(torch.promote_types(next(self.parameters()).dtype, embedding.dtype))
+
+
+def traced(x: Tensor) -> bool:
+    """Whether a tensor has no storage: something is being traced, and nothing of it may be kept."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return True
+    return False

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from repairzoo.block import HISTORY, DraftBlock, Pool
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
-from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int
+from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int, traced
 
 SLOT_STATS, GATE_STATS = 6, 8
 TABLE_BYTES = 256 * 2**20  # products of the whole vocabulary's embeddings are kept up to this size
@@ -378,7 +378,7 @@ class DRelay(LearnedHead):
         d = c.width
         if embedding.shape[0] * (4 * d + c.residual) * weight.dtype.itemsize > TABLE_BYTES:
             return None
-        if _traced(embedding):
+        if traced(embedding):
             return None
         key = self.binding_key(embedding)
         if self._served is None or self._served.key != key:
@@ -407,7 +407,7 @@ class DRelay(LearnedHead):
                 ranks=torch.cat(ranks, 1),
                 spread={},
             )
-            if _traced(served.tokens):
+            if traced(served.tokens):
                 return None
             self._served = served
         return self._served
@@ -418,7 +418,7 @@ class DRelay(LearnedHead):
         if (slots, candidates) not in t.spread:
             first = self.config.slots - slots
             made = spread(self.read_bias[:, first : first + 2 * slots - 1], slots, candidates)
-            if _traced(made):
+            if traced(made):
                 return made
             t.spread[slots, candidates] = made
         return t.spread[slots, candidates]
@@ -586,7 +586,7 @@ class DRelay(LearnedHead):
         d, (inner, out) = self.config.width, (wide(w) for w in source)
         parts = (inner[:, 2 * d : 3 * d] @ out, inner[:, 3 * d : 4 * d] @ out, inner[:, 4 * d :])
         folded = torch.cat(parts, 1)
-        if state is not None and not _traced(folded):
+        if state is not None and not traced(folded):
             self._gate = (state, folded)
         return folded
 
@@ -630,15 +630,6 @@ class DRelay(LearnedHead):
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` in at least float32, as wide as ``left`` again."""
     return (wide(left.detach()) @ wide(right.detach())).to(left.dtype)
-
-
-def _traced(x: Tensor) -> bool:
-    """Whether a tensor has no storage: something is being traced, and nothing of it may be kept."""
-    try:
-        x.data_ptr()
-    except RuntimeError:
-        return True
-    return False
 
 
 def slot_stats(log_q: Tensor) -> Tensor:

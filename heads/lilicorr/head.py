@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from repairzoo.block import DraftBlock, Pool
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
-from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int, is_real
+from repairzoo.learned_head import Check, HeadConfig, LearnedHead, is_int, is_real, traced
 
 Prepared = tuple[Tensor, Tensor, Tensor, Tensor]
 LOWEST = -1e6  # a token that the draft excludes has a log-probability of minus infinity, a feature must be finite
@@ -245,20 +245,20 @@ class LiLiCorr(LearnedHead):
 
     def _serving(self, embedding: Tensor, slots: int, candidates: int) -> tuple[Tensor | None, _Fixed]:
         """Projected embeddings and tables of this shape, made anew when the embedding or a weight changes."""
-        if _traced(embedding):
+        if traced(embedding):
             return None, self._fixed(slots, candidates)
         key = self.binding_key(embedding)
         if self._served is None or self._served.key != key:
             tokens, dtype = None, self.out_head.weight.dtype
             if embedding.shape[0] * self.config.width * dtype.itemsize <= TABLE_BYTES:
                 tokens = self.token_proj(embedding.detach().to(dtype))
-                if _traced(tokens):
+                if traced(tokens):
                     return None, self._fixed(slots, candidates)
             self._served = _Served(key, embedding, tokens, {})
         known = self._served.fixed
         if (slots, candidates) not in known:
             made = self._fixed(slots, candidates)
-            if _traced(made.bias):
+            if traced(made.bias):
                 return self._served.tokens, made
             known[slots, candidates] = made
         return self._served.tokens, known[slots, candidates]
@@ -367,15 +367,6 @@ class LiLiCorr(LearnedHead):
         start, pair = self.tables(block, pool)
         first = start.std(-1, unbiased=False)[:, None]
         return {"factor_spread": torch.cat((first, pair.std(-1, unbiased=False).mean(-1)), 1)}
-
-
-def _traced(x: Tensor) -> bool:
-    """Whether a tensor has no storage: something is being traced, and nothing of it may be kept."""
-    try:
-        x.data_ptr()
-    except RuntimeError:
-        return True
-    return False
 
 
 def candidate_features(log_probs: Tensor) -> Tensor:
