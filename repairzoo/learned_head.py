@@ -31,9 +31,8 @@ def is_real(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_PLAIN: dict[
-    Any, tuple[Callable[[Any], bool], str]
-] = {  # annotation -> what its values are; a check that compares or divides relies on it
+# annotation -> what its values are; a check that compares or divides relies on it
+_PLAIN: dict[Any, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "an integer"),
     "float": (is_real, "a finite number"),
     "str": (lambda value: isinstance(value, str), "a text"),

@@ -247,7 +247,7 @@ def planned(tmp_path: Path, kind: str, changes: tuple[str, ...], objective: dict
 
 def test_identity_safe_training_does_not_begin_on_a_saddle(tmp_path):
     """A new head's gamma is 0 (bit for bit no head) and its scores hardly differ: each would scale the other's
-    gradient, and many steps changed no choice. Training begins with 1; a head that is gone on with keeps its own."""
+    gradient. Training begins with 1; a head that is gone on with keeps its own."""
     job = planned(tmp_path, "lilicorr", ("model.decision=identity_safe",))
     assert torch.equal(job.objective.head.gamma, torch.ones(3))
     total_loss(job.objective.terms(job.objective.module, job.corpus.training_batch(0, 4, 4, 0), 0.5)).backward()
