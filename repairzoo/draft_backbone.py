@@ -159,7 +159,11 @@ class BlockBackbone(Backbone, Trunk):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` of hidden rows ``[..., D]``: ``cap * tanh(m W z / cap)``; float32 (float64 if W is)."""
         target = self._tables
-        scores = wide(target.output(hidden.to(target.output_weight.dtype))[0])
+        return self.scaled(target.output(hidden.to(target.output_weight.dtype))[0])
+
+    def scaled(self, products: Tensor) -> Tensor:
+        """Logits of products of hidden rows with (some of) the output head's rows; see :meth:`logits`."""
+        scores = wide(products)
         if self.config.output_multiplier != 1:
             scores = scores * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

@@ -112,6 +112,32 @@ def test_incoming_scores_are_those_of_a_causal_backbone():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("make", [lambda: draft(2), domino])
+def test_pools_of_some_ids(make):
+    """A frozen backbone's pools over the ids of a corpus are the best of those, normalised over those."""
+    backbone, b, columns = make(), batch(), torch.arange(1, VOCAB, 2)
+    few, every = pool_blocks(backbone, b, 5, columns=columns), pool_blocks(backbone, b, VOCAB)
+    logits = torch.full((*every.labels.shape, VOCAB), float("-inf")).scatter(-1, every.pool.ids, every.pool.log_probs)
+    want = make_pool(logits[..., columns], 5)
+    torch.testing.assert_close(few.pool.log_probs, want.log_probs, atol=1e-5, rtol=1e-4)
+    assert torch.equal(few.pool.ids, columns[want.ids])
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("head", ["drelay", "published"])
+def test_what_is_measured_is_measured_over_all_ids(head, joint):
+    """Training sees pools of the corpus' ids, evaluation the pools that decoding will see."""
+    b, columns = batch(), torch.arange(1, VOCAB, 2)
+    module = everything(head, joint, columns=columns).module
+    assert torch.isin(module(b)[0].pool.ids, columns).all()
+    with torch.no_grad():
+        assert torch.equal(
+            module(b)[0].pool.ids, pool_blocks(module.backbone, b, module(b)[0].pool.ids.shape[-1]).pool.ids
+        )
+        assert not torch.isin(module(b)[0].pool.ids, columns).all()
+
+
+@torch.no_grad()
 def test_target_scores_are_the_targets():
     b = batch()
     blocks = pool_blocks(draft(2), b, 5)

@@ -44,7 +44,7 @@ class DRelayObjective:
         alpha: first and last weight of the selection. credit: whether credit weights replace uniform ones.
         support: weight of the draft's cross entropy; gamma: its slot decay, None as in the paper.
         until: share of the run over which alpha and credit grow. floor, cap: of the credit weights.
-        columns: sorted ids of the joint softmax, or None.
+        columns: sorted ids that softmax and pools run over in training, or None.
         scout: first and last share of anchors that lie where rounds would begin (:func:`scouted`), growing over the
             first ``until``; the paper's are 0.3 and 0.5.
         control: train the backbone alone, with the same blocks and cross entropy.
@@ -143,7 +143,8 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSection:
-    """``objective`` of a recipe; see :class:`DRelayObjective`. ``least_count``: of the joint softmax.
+    """``objective`` of a recipe; see :class:`DRelayObjective`. ``least_count``: softmax and pools run over ids that occur
+    so often in the answers; null for all.
 
     Ablations: ``credit: false`` weighs all slots alike; ``support: 0`` drops the draft's cross entropy."""
 

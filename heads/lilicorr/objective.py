@@ -48,7 +48,7 @@ class LiLiCorrObjective:
     Attributes:
         head: in float32. backbone: bound. target: for the penalty; None if its weight is 0.
         weights: of the head's terms. joint: train the backbone too. gamma: decay of its cross entropy.
-        columns: sorted ids of the joint softmax, or None.
+        columns: sorted ids that softmax and pools run over in training, or None.
         control: train the backbone alone, with the same blocks and cross entropy.
     """
 
@@ -120,7 +120,9 @@ class ModelSection:
 @dataclass(frozen=True, slots=True)
 class ObjectiveSection:
     """``objective`` of a recipe: weights of the three terms, 0 to take one out (an ablation is ``penalty: 0.0``).
-    ``joint`` trains the backbone too, with ``gamma`` and ``least_count`` as in the backbone's own recipe."""
+    ``joint`` trains the backbone too, with ``gamma`` as in its own recipe.
+
+    ``least_count``: softmax and pools run over ids that occur so often in the answers; null for all."""
 
     ce: float = 0.25
     margin: float = 0.0

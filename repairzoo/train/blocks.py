@@ -50,16 +50,17 @@ def pool_blocks(
     Args:
         backbone: bound to its target. size: candidates of a pool.
         joint: let gradients reach the backbone, through hidden states, log-probabilities and the cross entropy.
-        columns: sorted ids that softmax and pools are restricted to, joint training only; None for all.
+        columns: sorted ids that softmax and pools are restricted to; None for all.
 
     Raises:
-        InvalidInput: joint training of a backbone with a causal part, or with scaled logits.
+        InvalidInput: a pool larger than ``columns``; joint training of a backbone with a causal part, or with scaled
+            logits.
     """
     causal = backbone.corrector()
     plain = getattr(backbone.config, "output_multiplier", 1) == 1
     if joint and (causal is not None or not plain or backbone.config.final_logit_softcapping is not None):
         raise InvalidInput(f"a {backbone.kind} backbone of this kind is trained without heads: use joint: false")
-    if joint and columns is not None and size > len(columns):
+    if columns is not None and size > len(columns):
         raise InvalidInput(
             f"a pool of {size} candidates of the {len(columns)} ids that the softmax runs over: lower least_count "
             "(null for the whole vocabulary) or the pool's size"
@@ -97,13 +98,17 @@ def pool_blocks(
 def _pools(
     backbone: Any, hidden: Tensor, labels: Tensor, size: int, joint: bool, columns: Tensor | None
 ) -> tuple[Pool, Tensor | None]:
-    if not joint:
-        parts = [make_pool(backbone.logits(h[None]), size) for h in hidden.flatten(0, 1).split(_CHUNK)]
-        ids, values = (torch.cat([getattr(p, n)[0] for p in parts]) for n in ("ids", "log_probs"))
-        shape = (*hidden.shape[:2], size)
-        return Pool(ids.view(shape), values.view(shape)), None
     weight = backbone._bound.output_weight
     weight = weight if columns is None else weight[columns]
+    if not joint:
+
+        def logits_of(h: Tensor) -> Tensor:
+            return backbone.logits(h) if columns is None else backbone.scaled(F.linear(h.to(weight.dtype), weight))
+
+        parts = [make_pool(logits_of(h[None]), size) for h in hidden.flatten(0, 1).split(_CHUNK)]
+        ids, values = (torch.cat([getattr(p, n)[0] for p in parts]) for n in ("ids", "log_probs"))
+        shape = (*hidden.shape[:2], size)
+        return Pool((ids if columns is None else columns[ids]).view(shape), values.view(shape)), None
     logits = F.linear(hidden.to(weight.dtype), weight).float()
     pool = make_pool(logits, size)
     if columns is not None:

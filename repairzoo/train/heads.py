@@ -24,7 +24,7 @@ class OnBackbone(nn.Module):
     """A head, and the backbone where it is trained as well; subclasses draft and score in ``forward``.
 
     Args:
-        joint: train the backbone too. columns: sorted ids of the joint softmax, or None.
+        joint: train the backbone too. columns: sorted ids that softmax and pools run over in training, or None.
         control: train the backbone alone, on what the head would have been trained on with it.
     """
 
@@ -32,10 +32,15 @@ class OnBackbone(nn.Module):
         self, head: Any, backbone: Any, joint: bool, columns: Tensor | None = None, control: bool = False
     ) -> None:
         super().__init__()
-        self.joint, self.columns, self.control = joint or control, columns, control
+        self.joint, self._columns, self.control = joint or control, columns, control
         self.head = head.requires_grad_(False) if control else head
         self.frozen = [] if self.joint else [backbone]  # a list hides it from parameters()
         self.trained = backbone if self.joint else None
+
+    @property
+    def columns(self) -> Tensor | None:
+        """Ids of the pools; what is measured (without gradients) is measured over the whole vocabulary."""
+        return self._columns if torch.is_grad_enabled() else None
 
     @property
     def backbone(self) -> Any:
@@ -133,7 +138,7 @@ def pool_job(
     head.to(target.device)
     joint = objective.joint or control
     backbone.requires_grad_(joint)
-    columns = softmax_columns(corpus, target, objective.least_count) if joint else None
+    columns = softmax_columns(corpus, target, objective.least_count)
     trained: Any = make(head, columns)
 
     def save(folder: Path) -> None:
