@@ -143,8 +143,8 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveSection:
-    """``objective`` of a recipe; see :class:`DRelayObjective`. ``least_count``: softmax and pools run over ids that occur
-    so often in the answers; null for all.
+    """``objective`` of a recipe; see :class:`DRelayObjective`. ``least_count``: softmax and pools run over ids that
+    occur so often in the answers; null for all.
 
     Ablations: ``credit: false`` weighs all slots alike; ``support: 0`` drops the draft's cross entropy."""
 
