@@ -1,6 +1,8 @@
 """Losses and blocks against the reference's numbers; the loop, its resumption and its processes; the commands."""
 
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,6 +28,7 @@ from repairzoo.train.cli import app
 from repairzoo.train.data import Batch, prefix
 from repairzoo.train.losses import block_cross_entropy, dpace_weights
 from repairzoo.train.recipe import read_recipe
+from repairzoo.train.teacher import teacher
 from repairzoo.train.trainer import Recipe, estimated_tau, total_loss, train
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -104,6 +107,48 @@ def test_columns_leave_out_what_never_occurs():
     known = mask & (labels != 3)
     torch.testing.assert_close(numerator, (entropy * known).sum())
     assert denominator == 5
+
+
+def test_distilling_learns_the_targets_law():
+    """Cross entropy with (1 - d) of the token and d of the law, renormalised to the columns; d = 0 is the paper's."""
+    g = torch.Generator().manual_seed(0)
+    hidden, true = (torch.randn(2, 2, 3, 8, generator=g) for _ in range(2))
+    weight = torch.randn(20, 8, generator=g)
+    columns = torch.arange(1, 20, 2)
+    labels = columns[torch.randint(10, (2, 2, 3), generator=g)]
+    mask = torch.rand(2, 2, 3, generator=g) < 0.7
+    for d in (0.0, 0.3, 1.0):
+        for some in (None, columns):
+            rows = weight if some is None else weight[some]
+            place = labels if some is None else torch.searchsorted(some, labels)
+            token = nn.functional.one_hot(place, len(rows)).float()
+            law = (1 - d) * token + d * (true @ rows.T).softmax(-1)
+            want = -(law * (hidden @ rows.T).log_softmax(-1)).sum(-1) * torch.tensor([1.0, 0.5, 0.25])
+            numerator, denominator = block_cross_entropy(
+                hidden, weight, labels, mask, gamma=1 / math.log(2), columns=some, true=true, distill=d
+            )
+            torch.testing.assert_close(numerator, (want * mask).sum())
+            torch.testing.assert_close(denominator, (mask * torch.tensor([1.0, 0.5, 0.25])).sum())
+
+
+def test_a_distilled_draft_learns_what_the_target_says_after_the_true_tokens(folder):
+    """The law of slot i is the target's after anchor + i: rows of its own pass over the same texts."""
+    corpus, backbone = read(folder), draft(4)
+    batch = corpus.training_batch(0, 6, 5, 0)
+    last = target().model(batch.input_ids, output_hidden_states=True).hidden_states[-1]
+    rows = batch.at_labels(last, backbone.slots)
+    for row, n, slot in itertools.product(range(6), range(5), range(backbone.slots)):
+        position = int(batch.anchors[row, n]) + slot
+        if position < batch.input_ids.shape[1]:
+            torch.testing.assert_close(rows[row, n, slot], last[row, position])
+    trained = DFlashObjective(backbone, target().output_weight, distill=1.0, teacher=teacher(target()))
+    loss = total_loss(trained.terms(backbone, batch, 0.0))
+    hidden = backbone(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]
+    labels, mask = batch.labels(backbone.slots)
+    want = block_cross_entropy(hidden, target().output_weight, labels, mask, gamma=4.0, true=rows, distill=1.0)
+    torch.testing.assert_close(loss, want[0] / want[1])
+    with pytest.raises(InvalidInput, match="teacher"):
+        DFlashObjective(backbone, target().output_weight, distill=0.5)
 
 
 def test_estimated_tau_counts_right_prefixes():

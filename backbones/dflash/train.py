@@ -15,6 +15,7 @@ from repairzoo.target import Target
 from repairzoo.train.data import Batch, Corpus, prefix, softmax_columns
 from repairzoo.train.losses import block_cross_entropy
 from repairzoo.train.recipe import Job, RunRecipe, read_section
+from repairzoo.train.teacher import Teacher, teacher
 from repairzoo.train.trainer import Terms
 
 from .backbone import DFlash
@@ -29,6 +30,7 @@ class DFlashObjective:
         module: the backbone. output_weight: ``[V, D]`` frozen output head.
         gamma: slot decay of the loss. columns: sorted vocabulary ids of the training softmax, or None for all.
         dpace: a part of ``losses.dpace_weights`` to weigh slots by instead, or None.
+        distill, teacher: share of the target's law in what is learned, and where it comes from.
     """
 
     module: DFlash
@@ -36,16 +38,25 @@ class DFlashObjective:
     gamma: float | None = 4.0
     columns: Tensor | None = None
     dpace: str | None = None
+    distill: float = 0.0
+    teacher: Teacher | None = None
+
+    def __post_init__(self) -> None:
+        if self.distill and self.teacher is None:
+            raise InvalidInput("distill needs a teacher: give the target's, or distill=0")
 
     def terms(self, module: nn.Module, batch: Batch, progress: float) -> Terms:
         backbone = self.module
         hidden = module(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]  # [B, N, S, D]
         labels, mask = batch.labels(backbone.slots)
-        return {
-            "ce": block_cross_entropy(
-                hidden, self.output_weight, labels, mask, gamma=self.gamma, columns=self.columns, dpace=self.dpace
-            )
-        }
+        true = None
+        if self.teacher is not None and self.distill:
+            true = batch.at_labels(self.teacher(batch), backbone.slots)
+        loss = block_cross_entropy(
+            hidden, self.output_weight, labels, mask,
+            gamma=self.gamma, columns=self.columns, dpace=self.dpace, true=true, distill=self.distill,
+        )  # fmt: skip
+        return {"ce": loss}
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -84,14 +95,18 @@ class ObjectiveSection:
         gamma: slot decay, or null. dpace: ``"dpace"``, ``"confidence"``, ``"continuation"`` or null.
         least_count: the softmax runs over ids that occur at least so often in training answers; null for all ids.
         text_from: train on the prompts' own text too, from this token on; null for answers only.
+        distill: share of the target's law, 0 to 1, in what is learned: the paper learns the tokens alone (0).
     """
 
     gamma: float | None = 4.0
     least_count: int | None = 1
     dpace: str | None = None
     text_from: int | None = None
+    distill: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.distill <= 1:
+            raise InvalidInput(f"distill is {self.distill}: give a share from 0 to 1")
         if self.dpace not in (None, "dpace", "confidence", "continuation"):
             raise InvalidInput(f"dpace is {self.dpace!r}: give dpace, confidence, continuation or null")
 
@@ -114,7 +129,10 @@ def plan(
     model = read_section(ModelSection, recipe.model, recipe.path, "model")
     objective = read_section(ObjectiveSection, recipe.objective, recipe.path, "objective")
     config = draft_config(model, target, mask_token(model.mask_token, target, f"{recipe.path}: key 'model.mask_token'"))
-    corpus = Corpus(folders, config.target_layer_ids, target.hidden_size, passes=passes, text_from=objective.text_from)
+    corpus = Corpus(
+        folders, config.target_layer_ids, target.hidden_size, passes=passes, text_from=objective.text_from,
+        last=target.num_layers - 1 if objective.distill else None,
+    )  # fmt: skip
     seen, tokens = int(corpus.counts(target.vocab_size)[config.mask_token_id]), corpus.tokens
     if seen > tokens * 1e-4:  # answers above temperature 0 draw any token now and then
         raise InvalidInput(
@@ -141,7 +159,10 @@ def plan(
         "columns": None if columns is None else len(columns),
         "init": None if init is None else init.name,
     }
-    trained = DFlashObjective(draft, target.output_weight, objective.gamma, columns, objective.dpace)
+    trained = DFlashObjective(
+        draft, target.output_weight, objective.gamma, columns, objective.dpace,
+        objective.distill, teacher(target) if objective.distill else None,
+    )  # fmt: skip
     return Job(trained, corpus, save, facts)
 
 

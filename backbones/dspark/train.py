@@ -102,8 +102,7 @@ class DSparkObjective:
     @torch.no_grad()
     def _target_rows(self, batch: Batch, rows: tuple[Tensor, ...]) -> Tensor:
         """The target's states ``[M, D]`` that predict the labels of ``rows``: at the position before each."""
-        text, block, slot = rows
-        return self.teacher(batch)[text, batch.anchors[text, block] + slot]
+        return batch.at_labels(self.teacher(batch), self.module.slots)[rows]
 
     def _sums(
         self, hidden: Tensor, y: Tensor | None, true: Tensor, places: Tensor, weights: Tensor, judged: Tensor | None

@@ -64,6 +64,11 @@ class Batch:
         anchors = self.input_ids.gather(1, self.anchors)[..., None]
         return torch.cat((anchors, labels[..., :-1]), -1)
 
+    def at_labels(self, rows: Tensor, slots: int) -> Tensor:
+        """Of ``rows [B, T, D]`` those that predict the labels, ``[B, N, S, D]``: at the position before each."""
+        at = (self.anchors[..., None] + torch.arange(slots, device=rows.device)).clamp_max(rows.shape[1] - 1)
+        return rows[torch.arange(len(rows), device=rows.device)[:, None, None], at]
+
 
 def prefix(mask: Tensor) -> Tensor:
     """``[..., S]`` bool up to the first False: slots that count towards an accepted length."""

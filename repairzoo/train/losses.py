@@ -54,6 +54,8 @@ def block_cross_entropy(
     columns: Tensor | None = None,
     dpace: str | None = None,
     scale: float = 1.0,
+    true: Tensor | None = None,
+    distill: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross entropy of slot rows: numerator ``sum(w * ce)`` and denominator ``sum(w)``.
 
@@ -65,6 +67,8 @@ def block_cross_entropy(
         dpace: weigh by this ``part`` of :func:`dpace_weights` instead of the decay; the denominator is then the number
             of texts ``B``.
         scale: multiplies the logits (``output_multiplier``).
+        true: ``[B, N, S, D]`` the target's own states before each label, for ``distill``.
+        distill: share of the target's law in what is learned; the rest is its token.
     """
     if columns is not None:
         output_weight = output_weight[columns]
@@ -73,9 +77,14 @@ def block_cross_entropy(
     rows = mask.nonzero(as_tuple=True)
     logits = F.linear(hidden[rows].to(output_weight.dtype), output_weight).float() * scale
     entropy = F.cross_entropy(logits, labels[rows], reduction="none")
+    learned = entropy
+    if true is not None and distill > 0:
+        with torch.no_grad():
+            law = F.linear(true[rows].to(output_weight.dtype), output_weight).float().softmax(-1)
+        learned = torch.lerp(entropy, -(law * logits.log_softmax(-1)).sum(-1), distill)
     if dpace:
         p = torch.zeros(labels.shape, device=hidden.device).index_put(rows, (-entropy).exp())
         weights = dpace_weights(p, mask, part=dpace)[rows]
-        return (entropy * weights).sum(), torch.tensor(float(labels.shape[0]), device=hidden.device)
+        return (learned * weights).sum(), torch.tensor(float(labels.shape[0]), device=hidden.device)
     weights = decay_weights(labels.shape[-1], gamma, hidden.device)[rows[-1]]
-    return (entropy * weights).sum(), weights.sum()
+    return (learned * weights).sum(), weights.sum()
