@@ -30,6 +30,8 @@ from repairzoo.linear import int8_available
 from repairzoo.results import Generation
 from repairzoo.target import Target
 
+POOL = 64  # candidates a slot of `pool="auto"` for rounded drafts
+
 
 class Zoo:
     """A target with a backbone and heads. ``last`` is the result of the latest run.
@@ -41,6 +43,8 @@ class Zoo:
         proposal: ``"argmax"`` (deterministic, target-first) or ``"sampled"`` (p/q rule above temperature 0).
         graphs: captured rounds and their buffers, kept between runs, or None where every operation runs by itself.
         kernels: ``"torch"`` or ``"triton"``.
+        pool: candidates a slot that walks choose from; None for as many as the heads ask for, or else the whole
+            vocabulary.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Zoo:
         proposal: str = "argmax",
         graphs: Graphs | None = None,
         kernels: str = "torch",
+        pool: int | None = None,
     ) -> None:
         if proposal not in ("argmax", "sampled"):
             raise InvalidInput(f"proposal={proposal!r}: give 'argmax' or 'sampled'")
@@ -67,16 +72,31 @@ class Zoo:
             self.expander.budget(backbone.slots)  # refuses here what would not fit
             getattr(self.expander, "check", _nothing)(backbone)
         self.target, self.backbone, self.heads = target, backbone, heads
-        pool, vocabulary = _pool_size(heads), target.output_weight.shape[0]
-        if pool is not None and pool > vocabulary:
-            raise IncompatibleArtifact(
-                f"a head asks for {pool} candidates a slot, the vocabulary has {vocabulary} tokens"
-            )
         self.nodes, self.proposal, self.graphs = nodes, proposal, graphs
+        self.pool = self._pool(pool)
         self.kernels = check_kernels(kernels, target.device, target.dtype)
         if graphs is not None:
             graphs.sampled = proposal == "sampled"
         self.last: Generation | None = None
+
+    def _pool(self, asked: int | None) -> int | None:
+        """Candidates a slot, from what was asked for and what the heads need.
+
+        Raises:
+            InvalidInput: not a size, or one that a head cannot work with. IncompatibleArtifact: a head's is too large.
+        """
+        needed, vocabulary = _pool_size(self.heads), self.target.output_weight.shape[0]
+        if needed is not None and needed > vocabulary:
+            raise IncompatibleArtifact(
+                f"a head asks for {needed} candidates a slot, the vocabulary has {vocabulary} tokens"
+            )
+        if asked is None:
+            return needed
+        if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= vocabulary:
+            raise InvalidInput(f"pool={asked!r}: give 'auto', None, or 1 to {vocabulary} candidates a slot")
+        if needed is not None and asked < needed:
+            raise InvalidInput(f"pool={asked}: a head chooses among {needed} candidates; give as many, or 'auto'")
+        return asked
 
     def generate(
         self,
@@ -142,7 +162,7 @@ class Zoo:
             eos=torch.tensor(request.eos, dtype=torch.int64, device=self.target.device),
             nodes=self.nodes,
             sampled=self.proposal == "sampled" and not request.law.greedy,
-            pool=_pool_size(self.heads),
+            pool=self.pool,
             processor=hugging_face_processor(request) if request.processors else None,
             confidence=confidence,
             trim=(confidence > 0 or self.expander is not None) and self.target.device.type == "cpu",
@@ -249,6 +269,7 @@ def build(
     draft_int8: bool | None = None,
     cuda_graphs: bool | str = "auto",
     kernels: str = "torch",
+    pool: int | str | None = "auto",
 ) -> Zoo:
     """Put a target, a backbone and heads together.
 
@@ -273,6 +294,9 @@ def build(
             processors, which run on the host; True: those are refused; False: every operation by itself.
         kernels: ``"triton"`` runs fused kernels for accepting, for the pool, and for a walk of LiLiCorr or DRelay alone
             (``Zoo.fused`` tells which apply); refused where they cannot run. ``"torch"``: none.
+        pool: candidates a slot that correctors, the backbone's own included, score and walks choose from: the draft's
+            best. None: as many as the heads ask for, or else the whole vocabulary. ``"auto"``: the same, but 64 where
+            drafts are rounded (``draft_int8``): scoring the whole vocabulary again at every slot moves megabytes.
 
     Raises:
         UnknownName, InvalidArtifact, IncompatibleArtifact, UnsupportedTarget, InvalidInput.
@@ -314,7 +338,17 @@ def build(
     heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
     assert nodes is None or isinstance(nodes, int)
-    return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device), kernels)
+    if pool == "auto":
+        pool = _narrow(heads, drafter, nodes, verifier.output_weight.shape[0]) if draft_int8 else None
+    return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device), kernels, pool)
+
+
+def _narrow(heads: tuple[Any, ...], drafter: Any, nodes: int | None, vocabulary: int) -> int | None:
+    """Pool of ``pool="auto"`` for rounded drafts; None where nothing would be scored again, or a head has its own."""
+    correctors, _ = split_heads(heads)
+    size = max(POOL, nodes or 0)
+    again = drafter.corrector() is not None or correctors
+    return size if again and _pool_size(heads) is None and size < vocabulary else None
 
 
 def _graphs(asked: bool | str, device: torch.device) -> Graphs | None:

@@ -113,6 +113,55 @@ def test_a_tree_from_any_stack_is_lossless(kind):
     assert repairzoo.build(drafter, heads, toy(), tree=7).generate(rows, **run).token_ids == want
 
 
+@pytest.mark.parametrize("tree", [None, 7])
+@pytest.mark.parametrize("kind", ["domino", "dspark"])
+def test_a_backbone_with_a_causal_part_walks_on_a_pool(kind, tree, monkeypatch):
+    """By default where drafts are rounded. The choice is that of the whole vocabulary where the pool holds it all, and
+    the answer is the target's with any pool."""
+    drafter, rows = backbone(kind, 1), prompts(2, [5, 3])
+    run = {"max_new_tokens": 9}
+    want = repairzoo.autoregressive(toy(), rows, **run).token_ids
+    monkeypatch.setattr(repairzoo.zoo, "POOL", 4)
+    zoos = [repairzoo.build(drafter, None, toy(), tree=tree, pool=pool) for pool in ("auto", 4, 32)]
+    assert [zoo.pool for zoo in zoos] == [None, 4, 32]
+    runs = [zoo.generate(rows, **run) for zoo in zoos]
+    assert all(out.token_ids == want for out in runs)
+    assert runs[0].stats.accepted == runs[2].stats.accepted
+
+
+def test_rounded_drafts_walk_on_a_pool(monkeypatch):
+    """Only where something is scored again after every slot, and no head has a pool of its own."""
+    monkeypatch.setattr(repairzoo.zoo, "POOL", 4)
+
+    def pool(kind: str, head: Any = None, **options: Any) -> int | None:
+        return repairzoo.build(backbone(kind), head, toy(), **{"draft_int8": True} | options).pool
+
+    slots = backbone("dflash").slots
+    assert pool("domino") == pool("dspark", CURE()) == pool("dflash", dels(toy())) == 4
+    assert pool("domino", tree=7) == 7 and pool("dflash", new("drelay", slots)) == 6
+    assert pool("dflash") is None and pool("dflash", CURE()) is None and pool("dflash", tree=7) is None
+    assert pool("domino", draft_int8=False) is None and pool("domino", pool=None) is None
+    assert pool("domino", pool=9) == 9
+    monkeypatch.setattr(repairzoo.zoo, "POOL", 32)
+    assert pool("domino") is None  # the vocabulary
+
+
+@pytest.mark.parametrize(
+    ("pool", "words"),
+    [
+        (5, "a head chooses among 6 candidates"),
+        (33, "1 to 32 candidates"),
+        (0, "1 to 32 candidates"),
+        (True, "1 to 32 candidates"),
+        ("all", "give 'auto', None, or 1 to 32"),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(pool, words):
+    drafter = backbone("dflash")
+    with pytest.raises(InvalidInput, match=words):
+        repairzoo.build(drafter, [new("drelay", drafter.slots)], toy(), pool=pool)
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
