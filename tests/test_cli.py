@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import repairzoo
 from repairzoo.cli import app
+from repairzoo.registry import registry
 
 GOLDEN = Path(__file__).parent / "golden"
 DRAFT = GOLDEN / "dflash" / "trained_b8" / "draft"
@@ -69,6 +70,7 @@ def test_quick_commands_import_nothing_heavy(arguments):
     code = f"""
 import sys
 from repairzoo.cli import app
+from repairzoo.registry import registry
 try:
     app({arguments!r})
 except SystemExit as end:
@@ -97,6 +99,12 @@ def test_list():
     assert json.loads(invoke("list", "d*", "--json").stdout)["targets"] == []
     out = invoke("list").stdout
     assert all(name in out for names in known.values() for name in names)
+    table = out[out.index("Trained for smollm2-135m") :].splitlines()
+    row = next(line for line in table if line.startswith("dflash"))
+    trained = next(p for p in registry().pairs if (p.backbone, p.head) == ("dflash", "dels"))
+    assert f"{trained.figures['tau']:.2f} ×{trained.figures['speedup']:.2f}" in row
+    assert "Without weights, for every backbone: cure" in out
+    assert "Trained for" not in invoke("list", "d*").stdout
     nothing = invoke("list", "zzz*")
     assert (nothing.exit_code, nothing.stdout) == (2, "")
     assert "no name matches 'zzz*'" in nothing.stderr
