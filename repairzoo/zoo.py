@@ -93,7 +93,7 @@ class Zoo:
         if asked is None:
             return needed
         if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= vocabulary:
-            raise InvalidInput(f"pool={asked!r}: give 'auto', None, or 1 to {vocabulary} candidates a slot")
+            raise InvalidInput(f"pool={asked!r}: give None, or 1 to {vocabulary} candidates a slot")
         if needed is not None and asked < needed:
             raise InvalidInput(f"pool={asked}: a head chooses among {needed} candidates; give as many, or 'auto'")
         return asked
@@ -338,8 +338,11 @@ def build(
     heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
     assert nodes is None or isinstance(nodes, int)
-    if pool == "auto":
-        pool = _narrow(heads, drafter, nodes, verifier.output_weight.shape[0]) if draft_int8 else None
+    vocabulary = verifier.output_weight.shape[0]
+    if isinstance(pool, str):
+        if pool != "auto":
+            raise InvalidInput(f"pool={pool!r}: give 'auto', None, or 1 to {vocabulary} candidates a slot")
+        pool = _narrow(heads, drafter, nodes, vocabulary) if draft_int8 else None
     return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device), kernels, pool)
 
 
