@@ -338,20 +338,21 @@ def build(
     heads = bound_heads(head, verifier, drafter)
     nodes = drafter.slots if tree == "best-first" else tree
     assert nodes is None or isinstance(nodes, int)
-    vocabulary = verifier.output_weight.shape[0]
     if isinstance(pool, str):
         if pool != "auto":
-            raise InvalidInput(f"pool={pool!r}: give 'auto', None, or 1 to {vocabulary} candidates a slot")
-        pool = _narrow(heads, drafter, nodes, vocabulary) if draft_int8 else None
+            raise InvalidInput(f"pool={pool!r}: give 'auto', None, or a number of candidates a slot")
+        pool = narrow_pool(drafter, heads, nodes, verifier.output_weight.shape[0])
     return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device), kernels, pool)
 
 
-def _narrow(heads: tuple[Any, ...], drafter: Any, nodes: int | None, vocabulary: int) -> int | None:
-    """Pool of ``pool="auto"`` for rounded drafts; None where nothing would be scored again, or a head has its own."""
+def narrow_pool(drafter: Any, heads: tuple[Any, ...], nodes: int | None, vocabulary: int) -> int | None:
+    """``pool="auto"``: the size for a bound backbone with heads, None where the heads' own or the whole vocabulary is
+    used: drafts are not rounded, nothing is scored again after every slot, or the vocabulary is as small."""
     correctors, _ = split_heads(heads)
+    if not getattr(drafter, "int8", False) or _pool_size(heads) is not None:
+        return None
     size = max(POOL, nodes or 0)
-    again = drafter.corrector() is not None or correctors
-    return size if again and _pool_size(heads) is None and size < vocabulary else None
+    return size if (correctors or drafter.corrector() is not None) and size < vocabulary else None
 
 
 def _graphs(asked: bool | str, device: torch.device) -> Graphs | None:

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import repairzoo
+from repairzoo.bench.suites import Prompt
+from repairzoo.bench.tune import autotune, save
 from repairzoo.cli import app
 from repairzoo.registry import registry
 
@@ -176,6 +178,29 @@ def test_generate_json_compares_with_plain_decoding(options):
     assert out["compare"]["ratio"] > 0
     assert sum(out["stats"]["accepted"][0]) == len(out["token_ids"]) - 1  # the first comes from reading the prompt
     assert out["target"]["source"] == zoo.target.source
+
+
+def test_generate_decodes_as_it_was_tuned(options, tmp_path):
+    """--tune takes head, nodes and block from the calibration, as far as they are not named, and says what they are."""
+    zoo = repairzoo.build(DRAFT, target=options[1], dtype="float32", device="cpu")
+    prompts = [Prompt("s", "0", "hello")]
+    found = autotune(zoo.target, prompts, backbones=[str(DRAFT)], heads=["none"], trees=[None, 3], max_new_tokens=8)
+    place, out = save(found, tmp_path / "tuned.json"), []
+    options = options[:4] + options[6:]  # no --head: it is open
+    for tree in (None, 3):
+        spec = max((c for c in found.candidates if tree in (None, c.spec.tree)), key=lambda c: c.predicted).spec
+        more = ["--tune", place, *(["--tree", tree] if tree else [])]
+        out.append(invoke("generate", "hello", "--raw", "--max-new-tokens", 8, *more, *options))
+        assert out[-1].exit_code == 0, out[-1].stderr
+        said = next(line for line in out[-1].stderr.splitlines() if line.startswith("drafted by"))
+        assert "dels" not in said
+        assert (f"tree of {spec.tree} nodes" in said) == (spec.tree is not None)
+        assert (f"blocks of {spec.block}" in said) == (spec.block is not None)
+    assert out[0].stdout == out[1].stdout == zoo.generate("hello", chat=False, max_new_tokens=8).text[0] + "\n"
+    nothing = invoke("generate", "hello", "--tune", tmp_path / "none.json", *options)
+    assert nothing.exit_code == 2 and "run repairzoo autotune" in nothing.stderr
+    other = invoke("generate", "hello", "--tune", place, "--tree", 5, *options)
+    assert other.exit_code == 2 and "no candidate" in other.stderr
 
 
 def test_generate_compare_says_what_differs(options):

@@ -31,7 +31,7 @@ from repairzoo.registry import registry
 from repairzoo.safe_file import parse_json, replacing
 from repairzoo.sampling import Law
 from repairzoo.target import Target
-from repairzoo.zoo import Zoo, as_target, build
+from repairzoo.zoo import Zoo, as_target, build, narrow_pool
 
 SCHEMA = 1
 _REST = ("accept", "commit", "host")
@@ -198,7 +198,9 @@ def autotune(
                     named = None if spec.head == "none" else _calibrated(spec.head, curve, overhead)
                     bound[spec.backbone, spec.head] = bound_heads(named, target, drafter)
                 assert spec.tree is None or isinstance(spec.tree, int)
-                zoo = Zoo(target, drafter, bound[spec.backbone, spec.head], spec.tree, graphs=_own(base.graphs))
+                heads = bound[spec.backbone, spec.head]
+                pool = narrow_pool(drafter, heads, spec.tree, target.output_weight.shape[0])
+                zoo = Zoo(target, drafter, heads, spec.tree, graphs=_own(base.graphs), pool=pool)
                 family = "chain" if zoo.nodes is None and zoo.expander is None else "tree"
                 if family not in rest:
                     rest[family], overhead = _rest(zoo, ids, options)
@@ -374,7 +376,25 @@ def load(path: str | os.PathLike[str], target: Target) -> Calibration:
 def tuned(
     tune: Any, target: Target, backbone: Any, *, head: Any, tree: int | str | None, block: int | None
 ) -> tuple[Any, int | str | None, int | None]:
-    """Head, tree and block of the fastest candidate that agrees with what was given (None: open).
+    """Head, tree and block for ``build`` of what :func:`fastest` finds; CURE with the measured cost of its rows."""
+    found, spec = fastest(tune, target, backbone, head=head, tree=tree, block=block)
+    parts = None if spec.head == "none" else _calibrated(spec.head, found.curve, found.overhead)
+    return parts, spec.tree, spec.block
+
+
+def fastest(
+    tune: Any,
+    target: Target,
+    backbone: Any,
+    *,
+    head: Any = None,
+    tree: int | str | None = None,
+    block: int | None = None,
+) -> tuple[Calibration, CellSpec]:
+    """The fastest candidate of a calibration that agrees with what was given (None: open).
+
+    Args:
+        tune: ``"auto"`` for what is kept of this target on this machine, or the path of a calibration file.
 
     Raises:
         InvalidInput: no calibration, or none of its candidates agrees.
@@ -398,6 +418,4 @@ def tuned(
             f"tune={str(tune)!r}: the calibration has no candidate with backbone {kind!r}, head {head!r}, "
             f"tree {tree!r} and block {block!r}; it has {', '.join(c.spec.name for c in found.candidates)}"
         )
-    spec = max(fitting, key=lambda c: c.predicted).spec
-    parts = None if spec.head == "none" else _calibrated(spec.head, found.curve, found.overhead)
-    return parts, spec.tree, spec.block
+    return found, max(fitting, key=lambda c: c.predicted).spec

@@ -10,7 +10,6 @@ import typer
 
 from repairzoo.commands.shared import (
     Device,
-    HeadName,
     Json,
     Proposal,
     TargetDtype,
@@ -26,7 +25,12 @@ from repairzoo.errors import InvalidInput
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)],
     backbone: Annotated[str, typer.Option(help="Backbone: a registry name or a folder.")] = "dflash",
-    head: HeadName = "dels",
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Head: a name, names joined by +, a folder, none.", show_default="dels; with --tune the fastest"
+        ),
+    ] = None,
     target: TargetName = None,
     max_new_tokens: Annotated[int, typer.Option(help="Budget of new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -37,6 +41,10 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     tree: Annotated[
         str | None, typer.Option(help="Verify a tree of this many nodes (best-first: as many as the chain has).")
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(help="Decode as repairzoo autotune found fastest: auto, or a calibration file."),
     ] = None,
     proposal: Annotated[
         Proposal, typer.Option(help="Propose the draft's best tokens, or draw them and verify by ratio (above 0).")
@@ -75,15 +83,28 @@ def generate(
         from repairzoo.sampling import Law
 
         Law(temperature, top_k, top_p, min_p)  # what cannot be is told before the target is loaded
+        wanted: Any = target
+        block: int | None = None
+        if tune is not None:
+            from repairzoo.bench.tune import fastest
+            from repairzoo.zoo import as_target
+
+            wanted = as_target(target, device, None if dtype is None else getattr(torch, dtype.value))
+            chosen = fastest(tune, wanted, backbone, head=head, tree=nodes)[1]
+            head, nodes, block = chosen.head, chosen.tree, chosen.block
+        head = "dels" if head is None else head
         zoo = repairzoo.build(
             backbone,
             head=head,
-            target=target,
+            target=wanted,
             device=device,
             dtype=None if dtype is None else getattr(torch, dtype.value),
             tree=nodes,
+            tune=tune,
+            block=block,
             proposal=proposal.value,
         )
+        who = _drafted_by(backbone, head, zoo.nodes, block)
         options = {
             "chat": chat,
             "temperature": temperature,
@@ -105,7 +126,7 @@ def generate(
                 show_repairs,
                 html,
                 as_json,
-                _drafted_by(backbone, head),
+                who,
             )
         else:
             for piece in zoo.stream(text, **options, max_new_tokens=max_new_tokens):
@@ -122,7 +143,7 @@ def generate(
             print_json(_as_dict(zoo, backbone, head, "".join(pieces), out, plain, temperature))
         else:
             print(flush=True)
-            for row in [*told, *_report(zoo, backbone, head, out, plain, temperature, timed=not watched)]:
+            for row in [*told, *_report(zoo, who, head, out, plain, temperature, timed=not watched)]:
                 print(row, file=sys.stderr)
 
 
@@ -161,8 +182,11 @@ def _watch(
     return told
 
 
-def _drafted_by(backbone: str, head: str) -> str:
-    return backbone if head == "none" else f"{backbone} + {head}"
+def _drafted_by(backbone: str, head: str, nodes: int | None, block: int | None) -> str:
+    parts = [backbone if head == "none" else f"{backbone} + {head}"]
+    parts += [] if nodes is None else [f"tree of {nodes} nodes"]
+    parts += [] if block is None else [f"blocks of {block}"]
+    return ", ".join(parts)
 
 
 def _decode_speed(out: Any) -> float:
@@ -204,13 +228,11 @@ def _as_dict(zoo: Any, backbone: str, head: str, text: str, out: Any, plain: Any
     return result if plain is None else {**result, "compare": _comparison(out, plain, temperature)}
 
 
-def _report(
-    zoo: Any, backbone: str, head: str, out: Any, plain: Any, temperature: float, timed: bool = True
-) -> list[str]:
+def _report(zoo: Any, who: str, head: str, out: Any, plain: Any, temperature: float, timed: bool = True) -> list[str]:
     stats = out.stats
     rows = [
         ("target", f"{zoo.target.name} ({zoo.target.source})"),
-        ("drafted by", _drafted_by(backbone, head)),
+        ("drafted by", who),
         ("tokens", f"{sum(map(len, out.token_ids))} in {stats.rounds} rounds, finish: {out.finish_reason[0]}"),
         ("τ", f"{stats.tau:.2f} committed tokens per round"),
     ]
