@@ -70,12 +70,15 @@ class Counter(TorchDispatchMode):
         after: the counter of the stage before: what was made in it does not count as lying there.
         weight_bytes: bytes of a number in the second operand of a product, where the real run rounds weights; None
             takes the tensor's own.
+        exact: weights that are not rounded there either.
     """
 
-    def __init__(self, after: Counter | None = None, *, weight_bytes: int | None = None) -> None:
+    def __init__(
+        self, after: Counter | None = None, *, weight_bytes: int | None = None, exact: Iterable[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.operations = self.moved = self._rows = 0
-        self.weight_bytes = weight_bytes
+        self.weight_bytes, self._exact = weight_bytes, {_storage(t) for t in exact}
         self._made: set[int] = after._made if after else set()  # storages, by address
         self._read: dict[int, int] = {}  # address of what lay there -> bytes of its widest view
 
@@ -109,6 +112,8 @@ class Counter(TorchDispatchMode):
             return out
         self.moved += sum(held(t) for t in (*inputs, *outputs))
         rounded = inputs[-1] if self.weight_bytes is not None and name in _PRODUCTS[:2] else None
+        if rounded is not None and _storage(rounded) in self._exact:
+            rounded = None
         if rounded is not None:
             self.moved -= held(rounded) - self._bytes(rounded, rounded)
         self._see(inputs, rounded)
@@ -157,10 +162,10 @@ def costs(zoo: Any, *, context: int = 256, batch: int = 1) -> list[Cost]:
     taps = backbone.tapped_layers
     features = torch.zeros(batch, committed, len(taps) * target.hidden_size, dtype=target.dtype, device=device)
     places = position[:, None] - committed + torch.arange(committed, device=device)
-    int8 = getattr(backbone, "int8", False)
+    int8, exact = getattr(backbone, "int8", False), getattr(backbone, "unrounded", ())
 
     def counted() -> tuple[Counter, Counter, Counter]:
-        with Counter(weight_bytes=1 if int8 else None) as draft:
+        with Counter(weight_bytes=1 if int8 else None, exact=exact) as draft:
             if taps:
                 backbone.extend(cache, features, places.clamp_min(0))
             block = backbone.draft(cache, anchor, position, bound)
@@ -178,7 +183,9 @@ def costs(zoo: Any, *, context: int = 256, batch: int = 1) -> list[Cost]:
         counted()  # heads make their tables once
         draft, head, verify = counted()
     own = _parameters([backbone])
-    weights = sum(p.numel() * (1 if int8 and p.dim() > 1 else p.element_size()) for p in own)
+    weights = sum(
+        p.numel() * (1 if int8 and p.dim() > 1 and all(p is not e for e in exact) else p.element_size()) for p in own
+    )
     return [
         Cost("draft", sum(p.numel() for p in own), weights, draft.operations, draft.moved, draft.least),
         _cost("head", zoo.heads, head),

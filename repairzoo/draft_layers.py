@@ -228,6 +228,13 @@ class Trunk(nn.Module):
         """
         self.int8, self._packed = True, None
 
+    @property
+    def unrounded(self) -> tuple[nn.Parameter, ...]:
+        """Matrices that ``use_int8`` leaves as they are. A few entries of the target's residual stream are a thousand
+        times as large as the others, at the first positions above all: rounded by one scale, features are zeros.
+        Everything else reads what a norm has evened out."""
+        return (self.fc.weight,)
+
     def new_cache(
         self, batch: int, capacity: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DraftCache:
@@ -390,7 +397,7 @@ class Trunk(nn.Module):
         ]
         pairs = [m for layer in self._layers() for m in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
         # one product for the context's keys and values of all layers, also where nothing is packed: kept, not remade
-        return _Products(_join([self.fc], pack, int8), _join(pairs, pack, int8, one=pack), layers)
+        return _Products(_join([self.fc], pack, False), _join(pairs, pack, int8, one=pack), layers)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_packed": None}  # packed copies can be neither copied nor pickled

@@ -145,6 +145,9 @@ def test_rounded_drafts_move_fewer_bytes():
     rounded.backbone.int8 = True  # as use_int8 marks it; the products themselves need the packed kernels
     a, b = (by_part(costs(z, context=16))["draft"] for z in (exact, rounded))
     assert a.operations == b.operations and b.moved < a.moved and b.bytes < a.bytes and rounded.backbone.int8
+    matrices = [p.numel() for p in rounded.backbone.parameters() if p.dim() > 1]
+    (kept,) = rounded.backbone.unrounded
+    assert a.bytes - b.bytes == 3 * (sum(matrices) - kept.numel())
 
 
 def test_measured_times_stand_beside_the_counts():

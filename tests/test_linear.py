@@ -62,6 +62,23 @@ def test_a_rounded_draft_changes_no_answer():
 
 
 @needs_int8
+@torch.no_grad()
+def test_features_are_not_rounded():
+    """One entry a thousand times the others, as residual streams have them, must not leave zeros of the rest."""
+    target = repairzoo.Target(causal_lm("llama", seed=5, dtype=torch.float32))
+    features = torch.randn(1, 6, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    features[0, 0, 3] = 3000.0
+    kept = []
+    for rounded in (False, True):
+        backbone = drafted(target, draft_int8=rounded).backbone
+        cache = backbone.new_cache(1, 16, torch.float32)
+        backbone.extend(cache, features, torch.arange(6)[None])
+        kept.append((cache.context[:, :6], cache.keys[0][:, :6]))
+    torch.testing.assert_close(kept[1][0], kept[0][0])
+    assert (kept[1][1] - kept[0][1]).std() < 0.04 * kept[0][1].std()
+
+
+@needs_int8
 def test_who_drafts_with_rounded_weights(monkeypatch):
     target = repairzoo.Target(causal_lm("llama", seed=5, dtype=torch.float32))
     assert not drafted(target).backbone.int8  # a module that the caller made is used as it is
