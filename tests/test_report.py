@@ -118,6 +118,28 @@ def test_markdown_names_ratios_with_intervals(raw):
     assert text == report.markdown(raw)
 
 
+def test_tables_of_many_cells():
+    """Cells down; a slot that no round of a cell reached, and a suite that it did not see, are dashes."""
+    rows = [
+        {
+            "suite": suite,
+            "id": "0",
+            "repeat": 0,
+            "cell": cell,
+            "tokens": [1] * 9,
+            "accepted": accepted,
+            "temperature": 0.0,
+        }
+        for suite, cell, accepted in (("a", "x", [3, 1, 2]), ("a", "y", [1, 1, 1]), ("b", "x", [2, 2, 2]))
+    ]
+    assert report.suite_table(rows, ["x", "y"], ["a", "b"]).splitlines()[2:] == [
+        "| `x` | 2.00 | 2.00 |",
+        "| `y` | 1.00 | – |",
+    ]
+    # of x, the rounds 3 1 and 2 2: three of four accept the first slot, one of those the second
+    assert report.slot_table(rows, ["x", "y"])[2:] == ["| `x` | 0.75 | 0.33 |", "| `y` | – | – |"]
+
+
 def test_more_than_one_setting_is_told_apart(tmp_path):
     rows = [
         row(c, [1] * 4, ms, temperature=t) for c, ms in (("autoregressive", 20), ("dflash", 10)) for t in (0.0, 1.0)

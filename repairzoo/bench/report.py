@@ -217,6 +217,31 @@ def cell_table(rows: Sequence[Row], cells: Sequence[str], tau: bool = True) -> s
     return "\n".join(lines)
 
 
+def suite_table(rows: Sequence[Row], cells: Sequence[str], suites: Sequence[str]) -> str:
+    """A Markdown table of τ: cells down, suites across."""
+    lines = ["| cell | " + " | ".join(suites) + " |", "|---" * (len(suites) + 1) + "|"]
+    for cell in cells:
+        entries = [_tau_entry([r for r in rows if r["suite"] == suite], cell) for suite in suites]
+        lines.append(f"| `{cell}` | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def slot_table(rows: Sequence[Row], cells: Sequence[str]) -> list[str]:
+    """Acceptance by slot, cells down."""
+    curves = {cell: slot_acceptance(of_cell(rows, cell)) for cell in cells}
+    slots = max(map(len, curves.values()), default=0)
+    lines = ["| cell | " + " | ".join(map(str, range(1, slots + 1))) + " |", "|---" * (slots + 1) + "|"]
+    for cell, curve in curves.items():
+        entries = [f"{share:.2f}" for share, _ in curve] + ["–"] * (slots - len(curve))
+        lines.append(f"| `{cell}` | " + " | ".join(entries) + " |")
+    return lines
+
+
+def folded(title: str, lines: Sequence[str]) -> list[str]:
+    """A table that a reader opens: a page with twenty cells is long."""
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""]
+
+
 def _spread(value: tuple[float, float, float] | None) -> str:
     return "–" if value is None else f"{value[0]:.2f} ({value[1]:.2f}–{value[2]:.2f})"
 
@@ -267,6 +292,7 @@ def _setting_tables(rows: Sequence[Row], cells: Sequence[str], others: Sequence[
             "",
             cell_table(rows, cells),
             "",
+            *folded("Tokens per round τ by suite", suite_table(rows, cells, suites).splitlines()),
         ]
     elif cells:
         parts += ["Tokens per round τ (pooled):", "", table(rows, cells, suites, _tau_entry), ""]
@@ -277,21 +303,23 @@ def _setting_tables(rows: Sequence[Row], cells: Sequence[str], others: Sequence[
                 same, of = same_tokens(rows, cell)
                 parts += [f"`{cell}`: same tokens as plain decoding on {_same(rows, cell, same, of)} prompts."]
             parts += [""]
+    if len(cells) > 6:
+        parts += folded(
+            "Share of rounds that accept a slot, of those that accepted all before it", slot_table(rows, cells)
+        )
     seen = [(cell, prefixes(of_cell(rows, cell))) for cell in cells]
     if any(p is not None for _, p in seen):
         pool = next(p["pool"] for _, p in seen if p is not None)
-        parts += [
-            f"Drafted slots that agree with the answer before the first that does not, a round: of the backbone alone "
-            f"(native), with its heads (selected), and the best choice among {pool:g} candidates (oracle):",
-            "",
-            "| cell | native | selected | oracle | fixed | broken |",
-            "|---|---|---|---|---|---|",
-        ]
+        names = ("native", "selected", "oracle", "fixed", "broken")
+        lines = ["| cell | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
         for cell, p in seen:
             if p is not None:
-                names = ("native", "selected", "oracle", "fixed", "broken")
-                parts.append(f"| `{cell}` | " + " | ".join(f"{p[n]:.2f}" for n in names) + " |")
-        parts.append("")
+                lines.append(f"| `{cell}` | " + " | ".join(f"{p[n]:.2f}" for n in names) + " |")
+        title = (
+            "Drafted slots that agree with the answer before the first that does not, a round: of the backbone alone "
+            f"(native), with its heads (selected), and the best choice among {pool:g} candidates (oracle)"
+        )
+        parts += folded(title, lines) if len(cells) > 6 else [f"{title}:", "", *lines, ""]
     if others:
         ours = cells[0] if cells else BASELINE
         parts += ["Others on the same model and prompts, in the same run; ratios of their time per token to ours:", ""]
@@ -312,12 +340,13 @@ def _overhead_table(manifest: dict[str, Any]) -> list[str]:
     measured = manifest.get("overhead") or {}
     if not measured:
         return []
-    lines = ["One round, in milliseconds, and what is left of it beside its models, each measured alone:", ""]
-    lines += ["| cell | round | target | backbone | head | left |", "|---|---|---|---|---|---|"]
+    title = "One round, in milliseconds, and what is left of it beside its models, each measured alone"
+    lines = ["| cell | round | target | backbone | head (share) | left |", "|---|---|---|---|---|---|"]
     for cell, o in measured.items():
         parts = [f"{1e3 * o[name]:.1f}" for name in ("round", "target", "backbone", "head")]
+        parts[-1] += f" ({100 * o['head'] / o['round']:.1f} %)" if o["round"] else ""
         lines.append(f"| `{cell}` | " + " | ".join(parts) + f" | {100 * o['share']:.1f} % |")
-    return [*lines, ""]
+    return folded(title, lines) if len(measured) > 6 else [f"{title}:", "", *lines, ""]
 
 
 def _tau_entry(rows: list[Row], cell: str) -> str:
