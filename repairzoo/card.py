@@ -24,6 +24,7 @@ from repairzoo.safe_file import MAX_JSON, replacing
 
 _FRONT = re.compile(r"\A---\r?\n.*?\r?\n---\r?\n", re.DOTALL)
 _USE = re.compile(r"<!-- use -->\n.*?<!-- end -->", re.DOTALL)
+_MADE = "<!-- made by repairzoo; remove this line to keep the text as it is -->"  # else a push may make it anew
 _MEASURED = re.compile(r"<!-- measured: (\S+) (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 _CLIMBING = re.compile(r"\[([^\]\n]*)\]\((?:\.\./)+[^)\n]*\)")  # a link out of the folder leads nowhere on the Hub
 TAU, SPEED = "tau", "speedup"
@@ -109,20 +110,40 @@ def write_card(folder: Path, text: str | None = None) -> None:
         file.write((refreshed(folder, folder) if text is None else text).encode())
 
 
-def for_repository(folder: Path, repo_id: str) -> str:
+def for_repository(folder: Path, repo_id: str, there: str | None = None) -> str:
     """The card of a folder as it is published under an id: it says how to load that.
 
+    A text without front matter gets what the config states. Where nobody wrote the folder's card, but somebody that of
+    the repository (``there``), its text and licence stay; figures in it are of other weights and go.
+
     Raises:
-        InvalidArtifact: front matter that cannot be read, or that states another library or base model.
+        InvalidArtifact: no UTF-8, front matter that cannot be read, or that states another library or base model.
     """
     path = folder / CARD
-    text = path.read_text(encoding="utf-8") if path.is_file() else refreshed(folder, folder)
+    try:
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else refreshed(folder, folder)
+    except UnicodeDecodeError as error:
+        raise InvalidArtifact(f"{path}: is not UTF-8 ({error}): save it as UTF-8") from error
     config = check_config_file(folder)
+    if there is not None and _MADE in text and _MADE not in there:
+        own = _MEASURED.sub("", _FRONT.sub("", there))
+        text = refreshed(folder, folder, own if own.strip() else text, licence=_licence({}, there))
+    if not text.lstrip().startswith("---"):
+        info = read_info(folder)
+        text = _front(config, info, [], _licence(info, None)) + text
     data = _data(text, path)
-    target = config["target"] or {}
-    for key, expected in (("library_name", "repairzoo"), ("base_model", target.get("id"))):
-        if expected is not None and data.get(key) != expected:
-            raise InvalidArtifact(f"{path}: its front matter states {key} {data.get(key)!r}, the config {expected!r}")
+    target = (config["target"] or {}).get("id")
+    stated = {"library_name": ("repairzoo",), "base_model": (target, [target])}
+    wrong = [
+        f"{key} {data.get(key)!r} where the config says {expected[0]!r}"
+        for key, expected in stated.items()
+        if expected[0] is not None and data.get(key) not in expected
+    ]
+    if wrong:
+        raise InvalidArtifact(
+            f"{path}: its front matter states {'; '.join(wrong)}. Correct it there, or remove the front matter: then "
+            "it is made from the config"
+        )
     return _CLIMBING.sub(r"\1", _USE.sub(lambda _: _use(config, repo_id), text))
 
 
@@ -250,7 +271,7 @@ def _table(m: Measured) -> str:
 def _new_body(folder: Path, config: Mapping[str, Any], info: Mapping[str, Any]) -> str:
     """The text of a card that nobody wrote yet."""
     entries, target = _entries(config), config["target"] or {}
-    parts = [f"# {_title(config)}", ""]
+    parts = [f"# {_title(config)}", "", _MADE, ""]
     for entry in entries:
         paper = f" ({entry.fields['paper']})" if "paper" in entry.fields else ""
         parts += [f"{entry.fields['title']}{paper}: {entry.fields['summary']}.", ""]

@@ -35,6 +35,7 @@ WEIGHTS = (HEAD, WHOLE, INDEX, SHARDS)
 FILES = (CONFIG, CARD, *WEIGHTS, "recipe*.yaml", "train_log*.jsonl", "corpus_manifest.json")
 TIMEOUT = 10.0  # seconds without an answer about a revision
 OPTIONS = ("token", "cache_dir", "local_files_only", "force_download", "config_only")  # of ``fetch``
+PUSH_OPTIONS = ("revision", "private", "token", "commit_message", "create_pr")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _ID = re.compile(rf"{_NAME}/{_NAME}")
@@ -176,7 +177,9 @@ def fetch(
         others = any(fnmatchcase(name, pattern) for pattern in WEIGHTS if pattern not in patterns)
         if name == CARD if config_only else _allowed(name) and not others:
             get(name)
-    _write_ref(root, source.revision, sha)
+    known = _ref(root, source.revision)
+    if known is None or _complete(folder) or not _complete(root / "snapshots" / known):
+        _write_ref(root, source.revision, sha)  # not a config alone over a whole commit: that one loads offline
     return folder
 
 
@@ -500,20 +503,20 @@ def push(
     revision: str | None = None,
     private: bool | None = None,
     token: str | bool | None = None,
-    message: str | None = None,
+    commit_message: str | None = None,
     create_pr: bool = False,
 ) -> Any:
     """Publish an artifact in one commit, so that no reader ever sees half of it.
 
     The artifact is loaded strictly first; only allow-listed files travel. Weights that the repository holds under other
-    names are removed in the same commit. A folder without a card gets one.
+    names are removed in the same commit. A folder without a card gets one, or keeps the text that the repository has.
 
     Args:
         folder: what ``save_pretrained`` or training wrote.
         repo_id: ``owner/name``; made if it does not exist.
         revision: a branch, made if it does not exist; None for ``main``.
         private: of a new repository; None for the owner's default.
-        message: of the commit. create_pr: propose the commit instead of making it.
+        commit_message: None says what it is. create_pr: propose the commit instead of making it.
 
     Returns:
         ``huggingface_hub.CommitInfo``: ``oid`` is the commit, ``commit_url`` its address.
@@ -523,6 +526,8 @@ def push(
         HubError: the Hub refuses it or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    from repairzoo.card import for_repository
 
     place, folder = Source(repo_id, revision or "main"), Path(folder)
     contents = prepared(folder, repo_id)
@@ -534,6 +539,8 @@ def push(
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         present = api.list_repo_files(repo_id, revision=place.revision)
         _refuse_foreign(place, present, token)
+        if CARD in present:
+            contents[CARD] = for_repository(folder, repo_id, _card_there(place, token)).encode()
         stale = [name for name in present if any(fnmatchcase(name, w) for w in WEIGHTS) and name not in contents]
         return api.create_commit(
             repo_id,
@@ -541,10 +548,19 @@ def push(
                 *(CommitOperationAdd(name, content) for name, content in contents.items()),
                 *(CommitOperationDelete(name) for name in stale),
             ],
-            commit_message=message or f"{kind}, written by repairzoo {version('repairzoo')}",
+            commit_message=commit_message or f"{kind}, written by repairzoo {version('repairzoo')}",
             revision=revision,
             create_pr=create_pr,
         )
+
+
+def _card_there(place: Source, token: str | bool | None) -> str:
+    """The card that the repository has, not by way of the cache."""
+    from huggingface_hub import hf_hub_download
+
+    with TemporaryDirectory() as room:
+        path = hf_hub_download(place.repo_id, CARD, revision=place.revision, token=token, cache_dir=room)
+        return Path(path).read_bytes().decode("utf-8-sig", "replace")
 
 
 def _refuse_foreign(place: Source, present: list[str], token: str | bool | None) -> None:

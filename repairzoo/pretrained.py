@@ -84,13 +84,14 @@ class Pretrained:
             the folder.
 
         Raises:
-            InvalidInput: ``repo_id`` or options of publishing, without ``push_to_hub``.
+            InvalidInput: ``repo_id`` or options of publishing, without ``push_to_hub``; an unknown option.
         """
         from repairzoo.card import write_card
 
         if not push_to_hub and (repo_id is not None or options):
             names = [*(["repo_id"] if repo_id is not None else []), *options]
             raise InvalidInput(f"{', '.join(names)}: only with push_to_hub=True; leave it out")
+        _refuse_unknown(options)
         folder = Path(save_directory)
         self._write(folder, {**(self.info or {}), "library_version": version("repairzoo")})
         write_card(folder, card)
@@ -103,10 +104,12 @@ class Pretrained:
 
         Args:
             repo_id: ``owner/name``, or a name under the owner of the token.
-            card: the card's text; None writes one.
+            card: the card's text; None writes one, or keeps the text that the repository has.
+            options: ``revision``, ``private``, ``token``, ``commit_message``, ``create_pr``.
         """
         from repairzoo import hub
 
+        _refuse_unknown(options)
         with TemporaryDirectory() as place:
             folder = self.save_pretrained(Path(place) / "artifact", card=card)
             return hub.push(folder, hub.full_id(repo_id, options.get("token")), **options)
@@ -114,6 +117,14 @@ class Pretrained:
     def _write(self, folder: Path, info: dict[str, Any]) -> None:
         """Config and weights."""
         raise NotImplementedError
+
+
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    """Raise ``InvalidInput`` for options that publishing does not have, before anything is written or sent."""
+    from repairzoo.hub import PUSH_OPTIONS
+
+    if unknown := sorted(options.keys() - set(PUSH_OPTIONS)):
+        raise InvalidInput(f"unknown options {', '.join(unknown)}; publishing has {', '.join(PUSH_OPTIONS)}")
 
 
 class Head(Pretrained):

@@ -170,10 +170,10 @@ def decode(sources, prompt):
 
 
 def decode_default(sources, prompt="A train leaves at 9:40 and arrives at 13:05.", new=32):
-    """Tokens and accepted lengths on the default target, for ``(backbone, head)`` each; not run by ``make test``."""
+    """Tokens and accepted lengths on the default target, for ``(backbone, head)`` each."""
     target = repairzoo.load_target(dtype="float32")
-    out = {}
+    out = []
     for backbone, head in sources:
         made = repairzoo.build(backbone, head=head, target=target).generate(prompt, max_new_tokens=new)
-        out[f"{backbone} {head}"] = [made.token_ids[0], made.stats.accepted]
-    return out
+        out.append([made.token_ids[0], made.stats.accepted])
+    return {"tokens": out, "plain": repairzoo.autoregressive(target, prompt, max_new_tokens=new).token_ids[0]}

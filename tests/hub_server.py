@@ -31,6 +31,7 @@ class Repo:
     gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)  # of commits that came over HTTP
 
     def tree(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
         commit = self.refs.get(revision, revision)
@@ -104,6 +105,17 @@ def cut(length: int) -> Callable[[Handler, bytes], None]:
 
     def act(handler: Handler, body: bytes) -> None:
         handler.answer(200, body, handler.about, send=length)
+        handler.hang_up()
+
+    return act
+
+
+def stall(length: int, seconds: float) -> Callable[[Handler, bytes], None]:
+    """The first bytes, and then nothing for a while."""
+
+    def act(handler: Handler, body: bytes) -> None:
+        handler.answer(200, body, handler.about, send=length)
+        time.sleep(seconds)
         handler.hang_up()
 
     return act
@@ -372,7 +384,9 @@ class Handler(BaseHTTPRequestHandler):
             for line in sent.decode().splitlines():
                 item = json.loads(line)
                 value = item["value"]
-                if item["key"] == "file":
+                if item["key"] == "header":
+                    repo.messages.append(value["summary"])
+                elif item["key"] == "file":
                     tree[value["path"]] = base64.b64decode(value["content"])
                 elif item["key"] == "deletedFile":
                     del tree[value["path"]]

@@ -32,6 +32,10 @@ class Job:
             time.sleep(0.01)
         return json.loads(self.out.read_text()) | {"output": self.log()}
 
+    def kill(self) -> None:
+        """As the system does it that runs out of memory; the job has begun by now."""
+        os.kill(int(self.out.with_suffix(".pid").read_text()), signal.SIGKILL)
+
     def log(self) -> str:
         path = self.out.with_suffix(".log")
         return path.read_text(errors="replace") if path.exists() else ""
@@ -98,6 +102,7 @@ def serve() -> None:
 
 def _child(job: dict[str, Any]) -> None:
     out = Path(job["out"])
+    out.with_suffix(".pid").write_text(str(os.getpid()))
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)

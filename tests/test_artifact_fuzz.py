@@ -26,7 +26,7 @@ from repairzoo.artifact import config_hash
 from repairzoo.convert import convert
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.load_parts import load_folder
-from repairzoo.safe_file import write_safetensors
+from repairzoo.safe_file import MAX_JSON, write_safetensors
 
 Files = dict[str, bytes]
 PARTS = {"head": ("head.safetensors", save_head), "backbone": ("model.safetensors", save_backbone)}
@@ -456,6 +456,19 @@ def test_loading_takes_no_more_than_twice_the_file(tmp_path, kind):
     with pytest.raises(InvalidArtifact):
         load_folder(folder)
     assert peak() - before <= 2 * SIZE
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", '{"a":1}', "0.5", '"ä"'])
+def test_the_largest_config_that_is_parsed_takes_some_megabytes(tmp_path, item):
+    """Below the bound of JSON the text is no measure: an empty list takes thirty times its own."""
+    folder = save_head(tmp_path / "head")
+    text = '{"slot_convention": [' + f"{item}," * ((MAX_JSON - 100) // (len(item.encode()) + 1)) + "0]}"
+    assert 0.99 * MAX_JSON < (folder / "config.json").write_bytes(text.encode()) <= MAX_JSON
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    with pytest.raises(InvalidArtifact):
+        load_folder(folder)
+    assert peak() - before <= 64 * MAX_JSON
 
 
 def peak() -> int:

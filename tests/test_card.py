@@ -88,12 +88,40 @@ def test_the_text_of_a_card_is_kept_and_says_how_to_load_what_is_published(tmp_p
     for key, value in (("library_name", "peft"), ("base_model", "other/model")):
         wrong = "\n".join(f"{key}: {value}" if line.startswith(f"{key}:") else line for line in front.split("\n"))
         write_card(folder, wrong)
-        with pytest.raises(InvalidArtifact, match=key):
+        with pytest.raises(InvalidArtifact, match=rf"{key} '{value}'.*remove the front matter"):
             prepared(folder, "owner/name")
+    write_card(folder, front.replace("base_model: owner/toy", "base_model:\n- owner/toy"))  # the Hub reads both
+    prepared(folder, "owner/name")
     write_card(folder, "---\n: [\n---\n")
     with pytest.raises(InvalidArtifact, match="front matter"):
         prepared(folder, "owner/name")
     assert read_card(folder) == {}  # a bad card stops nobody from loading
+
+
+@pytest.mark.parametrize("text", ["# Mine\n", "", "\ufeff# Mine\n"])
+def test_a_text_without_front_matter_is_published_with_it(tmp_path, text):
+    """Whoever writes a README and trains a head has said enough: the config states the rest."""
+    from huggingface_hub import ModelCard
+
+    folder = save_head(tmp_path / "head")
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    card = prepared(folder, "owner/name")["README.md"].decode()  # type: ignore[union-attr]
+    assert card_problems(card) == []
+    data = ModelCard(card, ignore_metadata_errors=False).data
+    assert (data.library_name, data.base_model, data["base_model_relation"]) == ("repairzoo", "owner/toy", "adapter")
+    assert card.endswith(text.removeprefix("\ufeff"))
+
+
+def test_a_card_that_cannot_be_published_says_what_to_do(tmp_path):
+    folder = save_head(tmp_path / "head")
+    for content, words in (
+        ("# café".encode("latin-1"), "save it as UTF-8"),
+        (b"---\nlicense: mit\n---\n# x\n", "library_name None.*base_model None.*remove the front matter"),
+        (b"---\nlicense: mit\n# it never ends\n", "remove the front matter"),
+    ):
+        (folder / "README.md").write_bytes(content)
+        with pytest.raises(InvalidArtifact, match=words):
+            prepared(folder, "owner/name")
 
 
 CARDS_OF_STRANGERS = {

@@ -47,7 +47,7 @@ def push(
             if dry_run:
                 done.append({"repository": repo_id, "files": files[repo_id], "commit": None})
             else:
-                made = hub.push(path, repo_id, revision=revision, private=private, message=message)
+                made = hub.push(path, repo_id, revision=revision, private=private, commit_message=message)
                 done.append({"repository": repo_id, "commit": made.oid, "url": made.commit_url})
             if not as_json:
                 said = f"would send {', '.join(done[-1]['files'])}" if dry_run else done[-1]["url"]
