@@ -14,7 +14,16 @@ import repairzoo
 from repairzoo.bench.cost_curve import CostCurve, measure_cost_curve
 from repairzoo.bench.replay import Replayed
 from repairzoo.bench.suites import Prompt
-from repairzoo.bench.tune import Calibration, autotune, calibration_path, load, place_of, predicted, save
+from repairzoo.bench.tune import (
+    Calibration,
+    autotune,
+    calibration_path,
+    calibration_table,
+    load,
+    place_of,
+    predicted,
+    save,
+)
 from repairzoo.errors import InvalidArtifact, InvalidInput
 from repairzoo.target import Target
 
@@ -35,7 +44,16 @@ def folder(target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(target, folder) -> Calibration:
-    return autotune(target, PROMPTS, backbones=[folder], heads=["none", "cure"], trees=[None, 4], max_new_tokens=12)
+    return autotune(
+        target,
+        PROMPTS,
+        backbones=[folder],
+        heads=["none", "cure"],
+        trees=[None, 4],
+        max_new_tokens=12,
+        check=3,
+        repeats=2,
+    )
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -44,9 +62,36 @@ def test_every_candidate_is_predicted_and_the_best_is_measured(found, folder):
     assert len(names) == len(set(names)) == 3 * 3  # none, none@tree4 and cure, at 4, 3 and 2 rows
     assert {f"{folder}+cure", f"{folder}@tree4@block3", f"{folder}+cure@block2"} <= set(names)
     assert found.chosen.predicted == max(c.predicted for c in found.candidates)
-    assert found.measured > 0 and found.plain > 0
-    ratios = found.measured / found.plain_again, found.chosen.predicted / found.plain
-    assert found.error == pytest.approx(ratios[0] / ratios[1] - 1)
+    assert found.plain > 0 and found.checks[0].candidate is found.chosen
+
+
+def test_predictions_are_checked_down_the_list_and_the_figures_are_those_of_the_runs(found):
+    """Must be there: predicted beside what is then measured, interleaved with plain decoding, answers checked."""
+    speeds = [c.predicted for c in found.candidates]
+    assert speeds == sorted(speeds, reverse=True)
+    assert [found.candidates.index(c.candidate) for c in found.checks] == [0, 4, 8]
+    for check in found.checks:
+        assert len(check.runs) == 2 * len(PROMPTS) and check.wrong == 0
+        tokens, seconds, plain_tokens, plain_seconds = (sum(column) for column in zip(*check.runs, strict=True))
+        assert tokens == plain_tokens == 2 * 2 * 11  # 12 each, the first from reading the prompt
+        assert check.ratio()[0] == pytest.approx(plain_seconds / seconds)
+        assert check.ratio()[1] <= check.ratio()[0] <= check.ratio()[2]
+        assert found.error(check) == pytest.approx(check.ratio()[0] / (check.candidate.predicted / found.plain) - 1)
+
+
+def test_the_table_of_a_calibration_says_place_prediction_measurement_and_difference(found, target, tmp_path):
+    place = save(found, tmp_path / "c.json")
+    text = calibration_table(place)
+    assert text == calibration_table(place) and text.count("\n| `") == 3
+    check = found.checks[1]
+    shown = next(line for line in text.splitlines() if f"`{check.candidate.spec.name}`" in line)
+    assert f"| 5 of 9 | {check.candidate.tau:.2f} | {check.candidate.predicted / found.plain:.2f} |" in shown
+    assert f"{check.ratio()[0]:.2f} (" in shown and f"{100 * found.error(check):+.1f} %" in shown
+    check.wrong = 1
+    try:
+        assert "wrong answer" in calibration_table(save(found, place))  # no speed over a wrong answer
+    finally:
+        check.wrong = 0
 
 
 def test_predicted_tau_is_the_one_that_decoding_has(found, target, folder):
@@ -74,6 +119,8 @@ def test_blocks_that_cannot_be_drafted_are_refused(target, folder):
         autotune(target, PROMPTS[:1], backbones=[folder], heads=["none"], trees=[None], blocks=[9], max_new_tokens=4)
     with pytest.raises(InvalidInput, match="prompts"):
         autotune(target, [], backbones=[folder])
+    with pytest.raises(InvalidInput, match="check=0"):
+        autotune(target, PROMPTS, backbones=[folder], check=0)
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------
@@ -88,6 +135,7 @@ def test_cost_curve_between_and_beyond_its_widths():
     curve = CostCurve((1, 3, 5), (1.0, 3.0, 4.0), 0)
     assert [curve.at(r) for r in (1, 2, 3, 4, 7)] == [1.0, 2.0, 3.0, 3.5, 5.0]
     assert curve.table(3) == (1.0, 2.0, 3.0)
+    assert curve.mean(CostCurve((1, 3, 5), (2.0, 3.0, 8.0), 0)) == CostCurve((1, 3, 5), (1.5, 3.0, 6.0), 0)
     assert CostCurve((2,), (1.5,), 0).at(9) == 1.5
     assert CostCurve((1, 2), (2.0, 1.0), 0).at(9) == 1.0  # a noisy fall does not go on to nothing
     for widths, seconds in (((), ()), ((1, 1), (1.0, 1.0)), ((1,), (0.0,)), ((0,), (1.0,)), ((1, 2), (1.0,))):
@@ -134,7 +182,7 @@ def test_a_calibration_of_another_place_is_refused(found, target, tmp_path):
         load(place, target)
 
 
-@pytest.mark.parametrize("key", ["schema", "place", "curve", "candidates", "chosen", "measured"])
+@pytest.mark.parametrize("key", ["schema", "place", "curve", "candidates", "checks", "machine"])
 def test_a_damaged_calibration_is_named(found, target, tmp_path, key):
     given = found.as_dict()
     del given[key]

@@ -17,10 +17,11 @@ from repairzoo.bench import report
 from repairzoo.bench.clock import RoundClock
 from repairzoo.bench.matrix import CellSpec, cells_of
 from repairzoo.bench.measure import Cell, Setting, judged, measure, plain_cell, zoo_cell
-from repairzoo.bench.others import other, published_folder
+from repairzoo.bench.others import OTHERS, other, published_folder
 from repairzoo.bench.outcome import Outcome
 from repairzoo.bench.replay import replay
 from repairzoo.bench.roofline import floor, round_cost
+from repairzoo.bench.run import Plan, run
 from repairzoo.bench.suites import SUITES, Prompt, load_suite
 from repairzoo.costs import costs, plain_cost
 from repairzoo.errors import InvalidInput, UnknownName
@@ -175,26 +176,28 @@ def test_the_commands_measure_report_and_tune(target, backbone, tmp_path, monkey
     letters().save_pretrained(tmp_path / "target")
     backbone.save(tmp_path / "draft")
     (tmp_path / "mine.jsonl").write_text('{"prompt": "how are you"}\n{"prompt": "why not?"}\n')
-    run, drafts = tmp_path / "run.jsonl", str(tmp_path / "draft")
+    path, drafts = tmp_path / "run.jsonl", str(tmp_path / "draft")
     shared = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--suites", str(tmp_path / "mine.jsonl")]
-    words = ["bench", str(run), *shared, "--backbones", drafts, "--heads", "none,cure", "--max-new-tokens", "6"]
+    words = ["bench", str(path), *shared, "--backbones", drafts, "--heads", "none,cure", "--max-new-tokens", "6"]
     words += ["--others", "hf-loop", "--trees", "chain,3", "--temperatures", "0,1", "--prefixes", "1"]
     out = CliRunner().invoke(app, words)
     assert out.exit_code == 0, out.output
     assert "left out" in out.output  # CURE makes its own trees
-    manifest, rows = report.read_raw(run)
+    manifest, rows = report.read_raw(path)
     assert manifest["cells"] == ["autoregressive", drafts, f"{drafts}@tree3", f"{drafts}+cure", "hf-loop"]
     assert (
         len(rows) == 2 * (4 + 4 + 1) and manifest["rates"] and set(manifest["overhead"]) == set(manifest["cells"][1:4])
     )
     assert manifest["artifacts"][drafts]["backbone"]
-    shown = CliRunner().invoke(app, ["report", str(run), "--tables"])
+    shown = CliRunner().invoke(app, ["report", str(path), "--tables"])
     assert shown.exit_code == 0 and "what is left of it beside its models" in shown.output
     tuned = CliRunner().invoke(app, ["autotune", *shared, "--backbones", drafts, "--heads", "none", "--trees", "chain",
-                                     "--blocks", "trained,3", "--max-new-tokens", "6", "--count", "2"])  # fmt: skip
+                                     "--blocks", "trained,3", "--max-new-tokens", "6", "--count", "2",
+                                     "--check", "2", "--repeats", "1"])  # fmt: skip
     assert tuned.exit_code == 0, tuned.output
+    assert tuned.output.count(", measured ") == 2
     assert "chosen" in tuned.output and list((tmp_path / "cache" / "calibration").glob("*.json"))
-    for bad in (["bench", "run.txt"], ["bench", str(run), "--trees", "x"], ["report", "no.jsonl"]):
+    for bad in (["bench", "run.txt"], ["bench", str(path), "--trees", "x"], ["report", "no.jsonl"]):
         failed = CliRunner().invoke(app, bad)
         assert failed.exit_code == 2 and "error:" in failed.output
 
@@ -218,6 +221,42 @@ def test_others_give_the_same_tokens_and_account_for_them(name, target, backbone
     if name == "dflash-package":  # the same checkpoint, the same rounds
         ours = zoo_cell("dflash", repairzoo.build(backbone, target=target)).run([prompt], options)
         assert out.accepted == ours.accepted
+
+
+def test_all_others_are_measured_greedily_beside_both_temperatures(target, backbone, tmp_path, monkeypatch):
+    """``--others all``: each that is installed is compared with plain decoding first; above 0 only ours have rows.
+    They load the draft in the blocks that it was trained for, whatever cell comes first."""
+    backbone.save(tmp_path / "draft")
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "how are you"}\n{"prompt": "why not?"}\n')
+    draft, path = str(tmp_path / "draft"), tmp_path / "run.jsonl"
+    plan = Plan(
+        cells=[f"{draft}@block2", draft, f"{draft}@sampled"], others=["all"], suites=[str(tmp_path / "mine.jsonl")],
+        temperatures=[0.0, 1.0], max_new_tokens=10, prefixes=0, overhead=0, rates=False,
+    )  # fmt: skip
+    blocks = []
+
+    def watched(name, target, folder):
+        blocks.append(json.loads((folder / "config.json").read_text())["block_size"])
+        return other(name, target, folder)
+
+    monkeypatch.setattr("repairzoo.bench.run.other", watched)
+    run(plan, target, path)
+    manifest, rows = report.read_raw(path)
+    there = [name for name in OTHERS if not any(why.startswith(f"{name}:") for why in manifest["left_out"])]
+    assert {"hf-greedy", "hf-loop", "hf-lookup"} <= set(there)
+    assert [c for c in manifest["cells"] if c in OTHERS] == there
+    greedy, drawn = (report.in_setting(rows, (t, 1)) for t in (0.0, 1.0))
+    assert {r["cell"] for r in drawn} == {"autoregressive", f"{draft}@block2", draft, f"{draft}@sampled"}
+    for name in there:
+        assert report.wrong(greedy, name) == 0 and report.same_tokens(greedy, name) == (2, 2)
+        for ours in ("autoregressive", draft):
+            ratio = report.speed_of(greedy, ours, name)
+            assert ratio is not None and ratio[1] <= ratio[0] <= ratio[2]
+    for cell in (draft, f"{draft}@block2"):
+        assert report.same_tokens(drawn, cell) == (2, 2)
+    assert set(blocks) == {4}
+    text = report.markdown(path)
+    assert all(f"| `{name}` |" in text for name in there) and report.SAMPLED_NOTE in text
 
 
 def test_others_that_cannot_run_say_why(target):
@@ -260,6 +299,16 @@ def test_cell_names_can_be_read_back(name):
 def test_bad_cell_names_are_refused(name):
     with pytest.raises(InvalidInput):
         CellSpec.parse(name)
+
+
+def test_matrix_of_the_default_target_has_fifteen_cells():
+    """Every backbone with every head, and their best-first trees; what makes its own tree says so."""
+    cells, missing = cells_of(["all"], ["all"], [None, "best-first"])
+    chains = {cell.name for cell in cells if cell.tree is None}
+    pairs = {(b, h) for b in ("dflash", "domino", "dspark") for h in ("none", "drelay", "lilicorr", "dels", "cure")}
+    assert chains == {b if h == "none" else f"{b}+{h}" for b, h in pairs} and len(chains) == 15
+    assert {cell.name for cell in cells if cell.tree} == {f"{c}@tree" for c in chains if not c.endswith("cure")}
+    assert all("expander" in why for why in missing)
 
 
 def test_matrix_leaves_out_what_has_no_weights_and_says_so():

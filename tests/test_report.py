@@ -114,7 +114,8 @@ def test_markdown_names_ratios_with_intervals(raw):
     assert "95 % bootstrap interval" in text
     assert "`dflash` is … times as fast" in text
     assert "| `dflash` | 0.67 | 1.33 | 3.33 | 0.67 | 0.33 |" in text
-    assert re.search(r"\| `hf-lookup` .* \| 1\.4\d \(", text)
+    spread = r"\d\.\d\d \(\d\.\d\d–\d\.\d\d\)"
+    assert re.search(rf"\| `hf-lookup` .* \| {spread} \| 1\.4\d \(\S+ \| {spread} \| {spread} \| 6 of 6 \|", text)
     assert text == report.markdown(raw)
 
 
@@ -140,12 +141,34 @@ def test_tables_of_many_cells():
     assert report.slot_table(rows, ["x", "y"])[2:] == ["| `x` | 0.75 | 0.33 |", "| `y` | – | – |"]
 
 
+def test_others_are_held_against_the_draft_that_they_load(tmp_path):
+    """Plain decoding, and DFlash without a head wherever it stands; with the prompt's reading apart and included."""
+    assert report.beside_others(["domino", "dflash+dels", "dflash"]) == "dflash"
+    assert report.beside_others(["drafts/mine", "domino"]) == "drafts/mine"
+    assert report.beside_others([]) == "autoregressive"
+    rows = [row("autoregressive", [1] * 6, 60.0), row("dflash", [4, 2], 30.0), row("hf-greedy", [1] * 6, 90.0)]
+    rows[1]["seconds"]["prefill"], rows[2]["seconds"]["prefill"] = 0.04, 0.05
+    (entries,) = report.others_entries(rows, ["dflash"], ["hf-greedy"])
+    assert entries == ["1.00 (1.00–1.00)", "1.50 (1.50–1.50)", "3.00 (3.00–3.00)", "2.00 (2.00–2.00)", "1 of 1"]
+    rows[2]["tokens"] = [9] * 7
+    (entries,) = report.others_entries(rows, ["dflash"], ["hf-greedy"])
+    assert entries[1:4] == ["wrong answer"] * 3
+
+
+@pytest.mark.parametrize("cell", ["dflash", "sampled/dflash", "dflash+dels@tree"])
+def test_only_sampled_proposals_are_not_compared(cell):
+    """A folder's name says nothing; at temperature 0 a sampled proposal is compared too."""
+    assert report.compared(cell, 1.0) and report.compared(f"{cell}@sampled", 0.0)
+    assert not report.compared(f"{cell}@sampled", 1.0)
+
+
 def test_more_than_one_setting_is_told_apart(tmp_path):
     rows = [
         row(c, [1] * 4, ms, temperature=t) for c, ms in (("autoregressive", 20), ("dflash", 10)) for t in (0.0, 1.0)
     ]
     text = report.markdown(write(tmp_path / "two.jsonl", rows))
     assert "**Temperature 0, batch 1**" in text and "**Temperature 1, batch 1**" in text
+    assert text.count(report.SAMPLED_NOTE) == 1
     assert text.count("2.00 (2.00–2.00)") == 4
 
 
@@ -195,7 +218,9 @@ def test_page_is_self_contained_and_has_every_plot(text):
     ]
     for title in titles:
         assert re.search(rf"<h3>[^<]*({title})[^<]*</h3><p>[^<]*</p><figure><svg", text), title
-    assert "<td>2.0 %</td>" in text
+    assert "<td>3.0 %</td><td>2.0 %</td>" in text  # the head's share, and what is left
+    assert "<h3>Against others</h3>" in text and "<code>dflash</code> is … times as fast" in text
+    assert re.search(r"<code>hf-lookup</code></td><td class=\"words\">[^\n]*<td>1\.4\d \(", text)
     assert "a &lt;cpu&gt; &amp; more" in text and "<cpu>" not in text
 
 

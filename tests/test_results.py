@@ -11,12 +11,27 @@ from pathlib import Path
 import pytest
 
 from repairzoo.bench.measure import key_of, read_lines
-from repairzoo.bench.report import in_setting, markdown, pooled_tau, ratios, read_raw, same_tokens
+from repairzoo.bench.report import (
+    decode_seconds,
+    drafters,
+    histogram,
+    in_setting,
+    markdown,
+    of_cell,
+    pooled_tau,
+    ratios,
+    read_raw,
+    same_tokens,
+    settings_of,
+    wrong,
+)
+from repairzoo.bench.tune import Calibration, calibration_table
 from repairzoo.errors import InvalidInput
 from repairzoo.registry import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+CALIBRATIONS = sorted((ROOT / "benchmarks" / "results").glob("*autotune*.json"))
 PAGES = [
     p for p in ROOT.glob("**/*.md") if "results: benchmarks/" in p.read_text(encoding="utf-8") and ".venv" not in str(p)
 ]
@@ -41,6 +56,44 @@ def test_raw_files_add_up_and_give_the_same_tables_twice(raw: Path) -> None:
     manifest, rows = read_raw(raw)  # checks rounds against tokens, row by row
     assert {r["cell"] for r in rows} <= set(manifest["cells"])
     assert markdown(raw) == markdown(raw)
+
+
+@pytest.mark.parametrize("raw", RAW, ids=lambda p: p.name)
+def test_the_accounts_of_raw_files(raw: Path) -> None:
+    """Stages sum to the time around them within 5 %; τ × rounds is what was committed, the histogram sums to rounds."""
+    manifest, rows = read_raw(raw)
+    for r in rows:
+        if "wall" in r:
+            assert decode_seconds(r) == pytest.approx(r["wall"], rel=0.05), r["id"]
+        if r["cell"] in drafters(manifest) and r["batch"] == 1:
+            assert {len(times) for times in r["rounds"].values()} == {len(r["accepted"])}
+    for setting in settings_of(rows):
+        for cell in manifest["cells"]:
+            mine = of_cell(in_setting(rows, setting), cell)
+            rounds = sum(len(r["accepted"]) for r in mine)
+            committed = sum(len(r["tokens"]) - r["first"] for r in mine)
+            assert round(pooled_tau(mine) * rounds, 6) == committed
+            assert sum(histogram(mine).values()) == rounds
+
+
+@pytest.mark.parametrize("raw", RAW, ids=lambda p: p.name)
+def test_no_answer_of_a_raw_file_is_wrong_and_rounds_cost_little_beside_their_models(raw: Path) -> None:
+    """Must show: equality before speed; our glue is at most 5 % of a round."""
+    manifest, rows = read_raw(raw)
+    for setting in settings_of(rows):
+        assert {cell: wrong(in_setting(rows, setting), cell) for cell in manifest["cells"]} == dict.fromkeys(
+            manifest["cells"], 0
+        )
+    assert {cell: o["share"] for cell, o in manifest["overhead"].items() if o["share"] > 0.05} == {}
+
+
+@pytest.mark.parametrize("raw", CALIBRATIONS, ids=lambda p: p.name)
+def test_committed_predictions_hold(raw: Path) -> None:
+    """Must be there: prediction within 10 % of what is then measured, for what is chosen."""
+    found = Calibration.from_dict(json.loads(raw.read_text(encoding="utf-8")), raw.name)
+    assert abs(found.error(found.checks[0])) <= 0.1
+    assert not any(check.wrong for check in found.checks)
+    assert calibration_table(raw) == calibration_table(raw)
 
 
 def row(cell: str, accepted: list[int], seconds: float, tokens: list[int] | None = None) -> dict:

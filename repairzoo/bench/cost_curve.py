@@ -51,6 +51,11 @@ class CostCurve:
         slope = (right[1] - left[1]) / (right[0] - left[0])
         return max(left[1] + slope * (rows - left[0]), min(self.seconds))
 
+    def mean(self, other: CostCurve) -> CostCurve:
+        """Of two measurements of one thing."""
+        seconds = tuple((a + b) / 2 for a, b in zip(self.seconds, other.seconds, strict=True))
+        return CostCurve(self.widths, seconds, self.context, self.batch)
+
     def table(self, rows: int) -> tuple[float, ...]:
         """Seconds for 1 .. ``rows`` rows: what ``CURE(cost=...)`` takes."""
         return tuple(self.at(r) for r in range(1, rows + 1))

@@ -16,6 +16,7 @@ from repairzoo.artifact import fingerprint, tensors_hash
 from repairzoo.bench.clock import synchronise
 from repairzoo.target import Target
 
+RESULTS = "benchmarks/results"
 _PACKAGES = ("torch", "transformers", "safetensors", "repairzoo", "dflash", "flashspec")
 
 
@@ -51,7 +52,10 @@ def packages() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that this package runs from, with ``+`` where tracked files differ from it; None outside git."""
+    """The commit that this package runs from, with ``+`` where tracked files differ from it; None outside git.
+
+    Results do not count: a run that replaces a committed raw file would mark itself.
+    """
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str | None:
@@ -64,7 +68,10 @@ def commit() -> str | None:
     top = git("rev-parse", "--show-toplevel")
     if top is None or here.parent.parent != Path(top).resolve():  # installed inside somebody else's repository
         return None
-    head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    head, changes = (
+        git("rev-parse", "HEAD"),
+        git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":(top,exclude){RESULTS}"),
+    )
     return None if head is None else head + ("+" if changes else "")
 
 

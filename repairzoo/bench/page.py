@@ -60,6 +60,8 @@ def page(path: Path) -> str:
     for number, setting in enumerate(report.settings_of(rows)):
         chosen = report.in_setting(rows, setting)
         body.append(f"<h2>{html.escape(report.describe(setting).capitalize())}</h2>")
+        if setting[0] > 0:
+            body.append(f"<p>{html.escape(report.SAMPLED_NOTE)}</p>")
         for part in _setting(manifest, chosen, f"{number}", pyplot):
             body.append(part)
     if manifest.get("overhead"):
@@ -100,7 +102,9 @@ def _setting(manifest: dict[str, Any], rows: list[Row], key: str, plt: Any) -> I
     cells = [c for c in report.drafters(manifest) if report.of_cell(rows, c)]
     others = [c for c in manifest["cells"] if c in WHAT and report.of_cell(rows, c)]
     measured = [*cells, *others]
-    yield _table(rows, cells, others)
+    yield _table(rows, cells)
+    if others:
+        yield _others(rows, cells, others)
     speeds = [(c, report.speed_of(rows, c)) for c in measured]
     if any(s is not None for _, s in speeds):
         known = [(c, s) for c, s in speeds if s is not None]
@@ -152,12 +156,9 @@ def _setting(manifest: dict[str, Any], rows: list[Row], key: str, plt: Any) -> I
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
-def _table(rows: list[Row], cells: Sequence[str], others: Sequence[str]) -> str:
-    lines = ['<div class="scroll"><table><thead><tr>']
-    for name in ("cell", "τ", "95 %", "speed", "95 %", "same tokens", "prompts"):
-        lines.append(f"<th>{name}</th>")
-    lines.append("</tr></thead><tbody>")
-    for cell in [*cells, *others]:
+def _table(rows: list[Row], cells: Sequence[str]) -> str:
+    lines = []
+    for cell in cells:
         mine = report.of_cell(rows, cell)
         tau, speed = report.tau_of(mine), report.speed_of(rows, cell)
         same, of = report.same_tokens(rows, cell)
@@ -169,42 +170,57 @@ def _table(rows: list[Row], cells: Sequence[str], others: Sequence[str]) -> str:
             entries += ["–", "–"]
         else:
             entries += [f"{speed[0]:.2f}", f"{speed[1]:.2f}–{speed[2]:.2f}"]
-        entries += [report._same(rows, cell, same, of), str(len({(r["suite"], r["id"]) for r in mine}))]
-        lines.append("<tr>" + "".join(f"<td>{e}</td>" for e in entries) + "</tr>")
-    lines.append("</tbody></table></div>")
-    if others:
-        lines.append(
-            "<ul>"
-            + "".join(f"<li><code>{c}</code>: {html.escape(WHAT[c].replace('`', ''))}</li>" for c in others)
-            + "</ul>"
-        )
-    return "".join(lines)
+        lines.append([*entries, report._same(rows, cell, same, of), str(len({(r["suite"], r["id"]) for r in mine}))])
+    return _grid_of(("cell", "τ", "95 %", "speed", "95 %", "same tokens", "prompts"), lines)
+
+
+def _others(rows: list[Row], cells: Sequence[str], others: Sequence[str]) -> str:
+    lines = []
+    for cell, entries in zip(others, report.others_entries(rows, cells, others), strict=True):
+        lines.append([f"<code>{html.escape(cell)}</code>", _code(WHAT[cell]), *map(html.escape, entries)])
+    heads = ["", "what", *map(_code, report.others_columns(cells))]
+    note = f"<h3>Against others</h3><p>{html.escape(report.OTHERS_NOTE)}</p>"
+    return note + _grid_of(heads, lines, words=(1,))
+
+
+def _code(text: str) -> str:
+    """Markdown's backticks as HTML."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+
+
+def _grid_of(heads: Sequence[str], lines: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
+    """A table of HTML texts; ``words``: columns of running text."""
+    out = ['<div class="scroll"><table><thead><tr>']
+    out += [f"<th>{name}</th>" for name in heads]
+    out.append("</tr></thead><tbody>")
+    for entries in lines:
+        kinds = [' class="words"' if column in words else "" for column in range(len(entries))]
+        cells = (f"<td{kind}>{entry}</td>" for kind, entry in zip(kinds, entries, strict=True))
+        out.append("<tr>" + "".join(cells) + "</tr>")
+    return "".join([*out, "</tbody></table></div>"])
 
 
 def _beside(measured: dict[str, Any]) -> str:
     names = ("round", "target", "backbone", "head")
-    lines = ["<p>Milliseconds; target, backbone and head were measured alone, on the round's own tensors.</p>"]
-    lines.append('<div class="scroll"><table><thead><tr><th>cell</th>')
-    lines += [f"<th>{name}</th>" for name in (*names, "left")]
-    lines.append("</tr></thead><tbody>")
+    note = "<p>Milliseconds; target, backbone and head were measured alone, on the round's own tensors.</p>"
+    lines = []
     for cell, o in measured.items():
         entries = [f"<code>{html.escape(cell)}</code>", *(f"{1e3 * o[name]:.1f}" for name in names)]
-        entries.append(f"{100 * o['share']:.1f} %")
-        lines.append("<tr>" + "".join(f"<td>{e}</td>" for e in entries) + "</tr>")
-    return "".join([*lines, "</tbody></table></div>"])
+        lines.append([*entries, *(f"{100 * share:.1f} %" for share in (o["head"] / o["round"], o["share"]))])
+    return note + _grid_of(("cell", *names, "head's share", "left"), lines)
 
 
 def _floors(manifest: dict[str, Any], points: list[tuple[str, str, list[float], float]]) -> str:
     from repairzoo.bench.roofline import floor
 
-    lines = ['<div class="scroll"><table><thead><tr><th>cell, stage</th><th>MB</th><th>million operations</th>']
-    lines.append("<th>floor, ms</th><th>measured, ms</th><th>of the floor</th></tr></thead><tbody>")
+    lines = []
     for cell, stage, cost, seconds in points:
         least = floor(cost, manifest["rates"])
         entries = [f"<code>{html.escape(cell)}</code> {stage}", f"{cost[0] / 1e6:.1f}", f"{cost[1] / 1e6:.0f}"]
-        entries += [f"{1e3 * least:.2f}", f"{1e3 * seconds:.2f}", f"{100 * least / seconds:.0f} %"]
-        lines.append("<tr>" + "".join(f"<td>{e}</td>" for e in entries) + "</tr>")
-    return "".join([*lines, "</tbody></table></div>"])
+        lines.append([*entries, f"{1e3 * least:.2f}", f"{1e3 * seconds:.2f}", f"{100 * least / seconds:.0f} %"])
+    heads = ("cell, stage", "MB", "million operations", "floor, ms", "measured, ms", "of the floor")
+    table = _grid_of(heads, lines)
+    return f"<details><summary>Floors by cell and stage</summary>{table}</details>" if len(lines) > 20 else table
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------

@@ -75,20 +75,31 @@ def decode_seconds(row: Row) -> float:
     return sum(value for stage, value in row.get("seconds", {}).items() if stage != "prefill")
 
 
+def whole_seconds(row: Row) -> float:
+    """``decode_seconds`` and the reading of the prompt."""
+    return sum(row.get("seconds", {}).values())
+
+
 def decoded(row: Row) -> int:
     """Tokens that ``decode_seconds`` gave, over the whole batch."""
     return row.get("decoded", len(row["tokens"]) - row.get("first", 1))
 
 
-def ratios(rows: Sequence[Row], cell: str, against: str = BASELINE) -> list[float]:
+def ratios(rows: Sequence[Row], cell: str, against: str = BASELINE, whole: bool = False) -> list[float]:
     """Time per token of plain decoding (or another cell) over the cell's, for every prompt (batch) and repeat that has
-    both."""
+    both. ``whole``: with the reading of the prompt, which some loops share out differently."""
+
+    def per_token(row: Row) -> float:
+        if whole:
+            return whole_seconds(row) / (decoded(row) + row.get("first", 1) * row.get("batch", 1))
+        return decode_seconds(row) / decoded(row)
+
     base = {_key(r): r for r in rows if r["cell"] == against and r.get("seconds")}
     out = []
     for row in rows:
         other = base.get(_key(row))
         if row["cell"] == cell and row.get("seconds") and other is not None and decoded(row) and decoded(other):
-            out.append(decode_seconds(other) / decoded(other) / (decode_seconds(row) / decoded(row)))
+            out.append(per_token(other) / per_token(row))
     return out
 
 
@@ -100,6 +111,11 @@ def same_tokens(rows: Sequence[Row], cell: str) -> tuple[int, int]:
     return sum(a == b for a, b in pairs), len(pairs)
 
 
+def compared(cell: str, temperature: float) -> bool:
+    """Whether a cell's tokens can be held against plain decoding's: all but sampled proposals draw by position."""
+    return temperature == 0 or "sampled" not in cell.split("@")[1:]
+
+
 def wrong(rows: Sequence[Row], cell: str) -> int:
     """Answers that differ from plain decoding's where the target was decided: they forbid a speed.
 
@@ -109,7 +125,7 @@ def wrong(rows: Sequence[Row], cell: str) -> int:
     count = 0
     for row in of_cell(rows, cell):
         expected = base.get(_key(row))
-        if expected is None or row["tokens"] == expected or ("sampled" in cell and row.get("temperature", 0.0) > 0):
+        if expected is None or row["tokens"] == expected or not compared(cell, row.get("temperature", 0.0)):
             continue
         count += not row.get("differs", {}).get("tie", False)
     return count
@@ -132,9 +148,11 @@ def tau_of(rows: Sequence[Row]) -> tuple[float, float, float]:
     return (pooled(pairs), *interval(pairs, pooled)) if pairs else (0.0, 0.0, 0.0)
 
 
-def speed_of(rows: Sequence[Row], cell: str, against: str = BASELINE) -> tuple[float, float, float] | None:
+def speed_of(
+    rows: Sequence[Row], cell: str, against: str = BASELINE, whole: bool = False
+) -> tuple[float, float, float] | None:
     """Median ratio to plain decoding (or another cell) with its interval; None without one, or over wrong answers."""
-    values = ratios(rows, cell, against)
+    values = ratios(rows, cell, against, whole)
     if not values or wrong(rows, cell) or wrong(rows, against):
         return None
     return (statistics.median(values), *interval(values, statistics.median))
@@ -251,7 +269,7 @@ def _speed(rows: Sequence[Row], cell: str) -> str:
 
 
 def _same(rows: Sequence[Row], cell: str, same: int, of: int) -> str:
-    if not of or ("sampled" in cell and rows and rows[0]["temperature"] > 0):
+    if not of or not compared(cell, rows[0]["temperature"]):
         return "–"
     ties = of - same - wrong(rows, cell)
     return f"{same} of {of}" + (f", {ties} at ties" if ties else "")
@@ -260,6 +278,12 @@ def _same(rows: Sequence[Row], cell: str, same: int, of: int) -> str:
 def describe(setting: tuple[float, int]) -> str:
     temperature, batch = setting
     return f"temperature {temperature:g}, batch {batch}"
+
+
+SAMPLED_NOTE = (
+    "Answers are drawn: plain decoding and every deterministic proposal take the random number of a position from the "
+    "same seed, so that their answers can be compared token by token here too."
+)
 
 
 def drafters(manifest: dict[str, Any]) -> list[str]:
@@ -275,6 +299,8 @@ def markdown(path: Path) -> str:
         chosen = in_setting(rows, setting)
         if len(settings) > 1:
             parts += [f"**{describe(setting)[0].upper()}{describe(setting)[1:]}**", ""]
+        if setting[0] > 0:
+            parts += [SAMPLED_NOTE, ""]
         cells = [c for c in drafters(manifest) if of_cell(chosen, c)]
         others = [c for c in manifest["cells"] if c in WHAT and of_cell(chosen, c)]
         parts += _setting_tables(chosen, cells, others)
@@ -285,7 +311,7 @@ def markdown(path: Path) -> str:
 def _setting_tables(rows: Sequence[Row], cells: Sequence[str], others: Sequence[str]) -> list[str]:
     parts: list[str] = []
     suites = sorted({r["suite"] for r in rows})
-    compared = any(r["cell"] == BASELINE for r in rows)
+    with_plain = any(r["cell"] == BASELINE for r in rows)
     if len(cells) > 6:  # a column a cell would not fit
         parts += [
             "Tokens per round τ and decode speed against plain decoding, all suites:",
@@ -296,7 +322,7 @@ def _setting_tables(rows: Sequence[Row], cells: Sequence[str], others: Sequence[
         ]
     elif cells:
         parts += ["Tokens per round τ (pooled):", "", table(rows, cells, suites, _tau_entry), ""]
-        if compared:
+        if with_plain:
             title = "Decode speed against plain decoding (median of per-prompt ratios, 95 % bootstrap interval):"
             parts += [title, "", table(rows, cells, suites, _speed), ""]
             for cell in cells:
@@ -321,19 +347,52 @@ def _setting_tables(rows: Sequence[Row], cells: Sequence[str], others: Sequence[
         )
         parts += folded(title, lines) if len(cells) > 6 else [f"{title}:", "", *lines, ""]
     if others:
-        ours = cells[0] if cells else BASELINE
-        parts += ["Others on the same model and prompts, in the same run; ratios of their time per token to ours:", ""]
-        parts += [f"| | what | our plain decoding is … times as fast | `{ours}` is … times as fast | same tokens |"]
-        parts += ["|---|---|---|---|---|"]
-        for cell in others:
-            same, of = same_tokens(rows, cell)
-            faster = [_spread(speed_of(rows, our, cell)) for our in (BASELINE, ours)]
-            if wrong(rows, cell):
-                faster = ["wrong answer", "wrong answer"]
-            entries = [f"`{cell}`", WHAT[cell], *faster, _same(rows, cell, same, of)]
-            parts.append("| " + " | ".join(entries) + " |")
-        parts.append("")
+        parts += _others_table(rows, cells, others)
     return parts
+
+
+OTHERS_NOTE = (
+    "Others on the same model and prompts, in the same run. Ratios are their time per token over ours, after the "
+    "prompt was read; in the last of them with its reading, since loops differ in what they leave for later."
+)
+
+
+def beside_others(cells: Sequence[str]) -> str:
+    """The cell that others are held against: the draft that they load, without a head, where it was measured."""
+    return next((c for c in cells if c == "dflash"), cells[0] if cells else BASELINE)
+
+
+def others_entries(rows: Sequence[Row], cells: Sequence[str], others: Sequence[str]) -> list[list[str]]:
+    """One list of texts for each of ``others``: τ, the ratios to plain decoding and to our drafts, same tokens."""
+    ours = beside_others(cells)
+    out = []
+    for cell in others:
+        columns = ((BASELINE, False), (ours, False), (ours, True))
+        faster = [_spread(speed_of(rows, our, cell, whole)) for our, whole in columns]
+        if wrong(rows, cell):
+            faster = ["wrong answer"] * len(faster)
+        tau = tau_of(of_cell(rows, cell))
+        out.append([_spread(tau) if tau[0] else "–", *faster, _same(rows, cell, *same_tokens(rows, cell))])
+    return out
+
+
+def others_columns(cells: Sequence[str]) -> list[str]:
+    ours = beside_others(cells)
+    return [
+        "τ (95 %)",
+        "our plain decoding is … times as fast",
+        f"`{ours}` is … times as fast",
+        f"`{ours}`, the prompt's reading included",
+        "same tokens",
+    ]
+
+
+def _others_table(rows: Sequence[Row], cells: Sequence[str], others: Sequence[str]) -> list[str]:
+    columns = others_columns(cells)
+    lines = [f"| | what | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for cell, entries in zip(others, others_entries(rows, cells, others), strict=True):
+        lines.append(f"| `{cell}` | {WHAT[cell]} | {' | '.join(entries)} |")
+    return [OTHERS_NOTE, "", *lines, ""]
 
 
 def _overhead_table(manifest: dict[str, Any]) -> list[str]:

@@ -143,7 +143,8 @@ def _others(
     plan: Plan, target: Target, zoos: dict[str, Any], stack: ExitStack, say: Say, missing: list[str]
 ) -> list[Cell]:
     every = list(plan.others) == ["all"]
-    draft = next((z.backbone for z in zoos.values() if getattr(z.backbone, "kind", "") == "dflash"), None)
+    trained = [z for name, z in zoos.items() if CellSpec.parse(name).block is None]  # others draft whole blocks
+    draft = next((z.backbone for z in trained if getattr(z.backbone, "kind", "") == "dflash"), None)
     folder = None if draft is None or not hasattr(draft, "save") else Path(stack.enter_context(published_folder(draft)))
     cells = []
     for name in OTHERS if every else plan.others:

@@ -3,7 +3,8 @@
 Plain decoding answers the prompts once. Every candidate is then *replayed* on those answers (``replay.py``), which
 gives its accepted lengths exactly and the time of its drafts and heads, without running the target in rounds; the
 target's share comes from the measured cost of verifying so many rows. Where rounds are captured into graphs, a round
-is timed whole instead. The choice is measured for real, and both figures are kept in a calibration file.
+is timed whole instead. The choice (and more candidates, if asked for) is then measured for real, interleaved with
+plain decoding, and both figures are kept in a calibration file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from repairzoo.artifact import fingerprint
 from repairzoo.bench.cost_curve import CostCurve, measure_cost_curve
 from repairzoo.bench.machine import machine
 from repairzoo.bench.matrix import CellSpec, cells_of, registry_name
-from repairzoo.bench.measure import encoded, plain_cell, zoo_cell
+from repairzoo.bench.measure import Cell, Setting, encoded, judged, plain_cell, zoo_cell
 from repairzoo.bench.replay import KnownText, Replayed, read_text, replay
 from repairzoo.bench.suites import Prompt
 from repairzoo.default_target import cache_folder
@@ -33,7 +35,7 @@ from repairzoo.sampling import Law
 from repairzoo.target import Target
 from repairzoo.zoo import Zoo, as_target, build, narrow_pool
 
-SCHEMA = 1
+SCHEMA = 2
 _REST = ("accept", "commit", "host")
 
 
@@ -51,6 +53,46 @@ class Candidate:
 
 
 @dataclass(slots=True)
+class Check:
+    """One candidate measured for real.
+
+    Attributes:
+        runs: for every prompt and repeat, ``[tokens, seconds, tokens of plain decoding, its seconds]``, after the
+            prompt was read; both runs follow one another.
+        wrong: prompts whose tokens were not plain decoding's where the target was decided.
+    """
+
+    candidate: Candidate
+    runs: list[list[float]]
+    wrong: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.runs or any(len(run) != 4 or not all(value > 0 for value in run) for run in self.runs):
+            raise InvalidInput("a check needs runs of four numbers above 0")
+
+    @property
+    def measured(self) -> float:
+        """Tokens per second."""
+        return sum(run[0] for run in self.runs) / sum(run[1] for run in self.runs)
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second of plain decoding beside it."""
+        return sum(run[2] for run in self.runs) / sum(run[3] for run in self.runs)
+
+    def ratio(self) -> tuple[float, float, float]:
+        """Measured over plain, with a bootstrap 95 % interval over runs."""
+        from repairzoo.bench.report import interval
+
+        return (_ratio(self.runs), *interval(self.runs, _ratio))
+
+
+def _ratio(runs: Sequence[Sequence[float]]) -> float:
+    tokens, seconds, plain_tokens, plain_seconds = (sum(column) for column in zip(*runs, strict=True))
+    return tokens / seconds / (plain_tokens / plain_seconds)
+
+
+@dataclass(slots=True)
 class Calibration:
     """Everything that a calibration file holds.
 
@@ -58,8 +100,8 @@ class Calibration:
         place: what it is valid for: target, number format, device, threads.
         curve: cost of a verify pass by rows. rest: seconds of a round beside drafts, heads and that pass, for chains
             and for trees. overhead: seconds of a round beside that pass, of the chosen one's family (for CURE).
-        plain: tokens per second of plain decoding when the parts were measured. measured, plain_again: of the chosen
-            one and of plain decoding, interleaved, when it was checked.
+        plain: tokens per second of plain decoding when the parts were measured.
+        checks: of the chosen one first, then of others if they were asked for.
     """
 
     place: dict[str, Any]
@@ -67,17 +109,19 @@ class Calibration:
     rest: dict[str, float]
     overhead: float
     plain: float
-    plain_again: float
     candidates: list[Candidate]
-    chosen: Candidate
-    measured: float
+    checks: list[Check]
     prompts: dict[str, Any]
+    machine: dict[str, Any]
 
     @property
-    def error(self) -> float:
-        """How much faster the chosen one was than predicted, as a share; against plain decoding at either time, so that
-        a machine that is busier then than now does not count."""
-        return self.measured / self.plain_again / (self.chosen.predicted / self.plain) - 1
+    def chosen(self) -> Candidate:
+        return self.checks[0].candidate
+
+    def error(self, check: Check) -> float:
+        """How much faster a candidate was than predicted, as a share; against plain decoding at either time, so that a
+        machine that is busier then than now does not count."""
+        return check.ratio()[0] / (check.candidate.predicted / self.plain) - 1
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -88,10 +132,9 @@ class Calibration:
             "rest": self.rest,
             "overhead": self.overhead,
             "plain": self.plain,
-            "plain_again": self.plain_again,
             "candidates": [{"cell": c.spec.name, "tau": c.tau, "predicted": c.predicted} for c in self.candidates],
-            "chosen": self.chosen.spec.name,
-            "measured": self.measured,
+            "checks": [{"cell": c.candidate.spec.name, "runs": c.runs, "wrong": c.wrong} for c in self.checks],
+            "machine": self.machine,
         }
 
     @classmethod
@@ -104,19 +147,27 @@ class Calibration:
                 Candidate(CellSpec.parse(c["cell"]), float(c["tau"]), float(c["predicted"]))
                 for c in given["candidates"]
             ]
+            named = {c.spec.name: c for c in candidates}
+            checks = [
+                Check(named[c["cell"]], [[float(x) for x in run] for run in c["runs"]], int(c["wrong"]))
+                for c in given["checks"]
+            ]
+            if not checks:
+                raise ValueError("no candidate was measured")
             return cls(
                 place=dict(given["place"]),
                 curve=CostCurve.from_dict(given["curve"]),
                 rest={str(k): float(v) for k, v in given["rest"].items()},
                 overhead=float(given["overhead"]),
                 plain=float(given["plain"]),
-                plain_again=float(given["plain_again"]),
                 candidates=candidates,
-                chosen=next(c for c in candidates if c.spec.name == given["chosen"]),
-                measured=float(given["measured"]),
+                checks=checks,
                 prompts=dict(given["prompts"]),
+                machine=dict(given["machine"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        except InvalidArtifact:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidArtifact(
                 f"{where}: not a calibration ({type(error).__name__}: {error}); run repairzoo autotune again"
             ) from error
@@ -134,18 +185,21 @@ def autotune(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     seed: int = 0,
+    check: int = 1,
+    repeats: int = 1,
     say: Callable[[str], None] = lambda line: None,
     build_options: dict[str, Any] | None = None,
     device: Any = None,
     dtype: Any = None,
 ) -> Calibration:
-    """Predict tokens per second of every candidate, measure the best, and return all of it.
+    """Predict tokens per second of every candidate, measure the best and ``check - 1`` more, and return all of it.
 
     Args:
         target, device, dtype: as for ``build``.
         prompts: what to be fast on.
         backbones, heads: registry names, or ``"all"``.
         trees: node budgets of best-first trees; None is the chain. blocks: rows of a block; None for every length.
+        check: candidates that are measured, ``repeats`` times on each prompt: the best, others evenly down the list.
 
     Raises:
         InvalidInput: no prompt, or nothing to choose from.
@@ -154,6 +208,8 @@ def autotune(
         raise InvalidInput("autotune needs prompts")
     if max_new_tokens < 2:
         raise InvalidInput(f"max_new_tokens={max_new_tokens}: give at least 2, the first comes from reading the prompt")
+    if check < 1 or repeats < 1:
+        raise InvalidInput(f"check={check}, repeats={repeats}: give at least 1")
     Law(temperature)
     specs, missing = cells_of(backbones, heads, trees, (None,), registry_name(target))
     for why in missing:
@@ -165,8 +221,7 @@ def autotune(
     plain.run(ids[:1], {**options, "max_new_tokens": min(8, max_new_tokens)})
     outcomes = [plain.run([row], options) for row in ids]
     answers = [out.tokens[0] for out in outcomes]
-    plain_speed = _speed(outcomes)
-    if not plain_speed:
+    if not _speed(outcomes):
         raise InvalidInput("all answers to these prompts end with their first token: there is no round to be fast in")
     context = sum(len(p) + len(a) // 2 for p, a in zip(ids, answers, strict=True)) // len(ids)
 
@@ -180,7 +235,7 @@ def autotune(
 
     texts: dict[tuple[int, ...], list[KnownText]] = {}
     rest: dict[str, float] = {}
-    scored: list[tuple[Candidate, Zoo, int]] = []
+    tried: list[tuple[CellSpec, Zoo, int | None, list[Replayed], float | str]] = []
     bound: dict[tuple[str, str], tuple[Any, ...]] = {}
     overhead = 0.0
     for spec in specs:
@@ -191,9 +246,7 @@ def autotune(
             texts[drafter.tapped_layers] = [read_text(target, p, a, drafter.tapped_layers) for p, a in pairs]
         known = texts[drafter.tapped_layers]
         for length in _lengths(drafter, trained, blocks):
-            if length is not None:
-                drafter.block_size = length
-            try:
+            with _block(drafter, length):
                 if (spec.backbone, spec.head) not in bound:
                     named = None if spec.head == "none" else _calibrated(spec.head, curve, overhead)
                     bound[spec.backbone, spec.head] = bound_heads(named, target, drafter)
@@ -209,41 +262,87 @@ def autotune(
                     replay(zoo, p, a, temperature=temperature, seed=seed, text=t)
                     for p, a, t in zip(ids, answers, known, strict=True)
                 ]
-            finally:
-                if trained is not None:
-                    drafter.block_size = trained
             named_length = length if length != trained else None
             full = CellSpec(spec.backbone, spec.head, spec.tree, named_length)
-            tau = _tau(seen)
-            candidate = Candidate(full, tau, tau / whole if whole else predicted(seen, curve, rest[family]))
-            say(f"{full.name}: τ {candidate.tau:.2f}, predicted {candidate.predicted:.1f} tokens/s")
-            scored.append((candidate, zoo, length or 0))
-    best, zoo, length = max(scored, key=lambda x: x[0].predicted)
-    trained = getattr(zoo.backbone, "block_size", None)
-    if length:
-        zoo.backbone.block_size = length
-    try:
-        cell = zoo_cell(best.spec.name, zoo)
-        cell.run(ids[:1], {**options, "max_new_tokens": min(8, max_new_tokens)})
-        pairs = [(cell.run([row], options), plain.run([row], options)) for row in ids]
-        measured, plain_again = (_speed(runs) for runs in zip(*pairs, strict=True))
-    finally:
-        if trained is not None:
-            zoo.backbone.block_size = trained
-    if plain_speed > measured:
-        say(f"plain decoding is faster here: {plain_speed:.1f} against {measured:.1f} tokens/s")
+            say(f"{full.name}: τ {_tau(seen):.2f}")
+            tried.append((full, zoo, length, seen, whole or family))
+    # the target's share was measured before all of them; a machine that grew slower meanwhile would favour it
+    curve = curve.mean(measure_cost_curve(target, curve.widths, context=context, taps=taps))
+    plain_speed = _speed([*outcomes, *(plain.run([row], options) for row in ids)])
+    scored: list[tuple[Candidate, Zoo, int | None]] = []
+    for spec, zoo, length, seen, cost in tried:
+        tau = _tau(seen)
+        speed = predicted(seen, curve, rest[cost]) if isinstance(cost, str) else tau / cost
+        scored.append((Candidate(spec, tau, speed), zoo, length))
+    scored.sort(key=lambda x: -x[0].predicted)
+    checks = _checks([scored[i] for i in _spread(len(scored), check)], target, plain, ids, options, repeats)
+    if checks[0].plain > checks[0].measured:
+        say(f"plain decoding is faster here: {checks[0].plain:.1f} against {checks[0].measured:.1f} tokens/s")
     return Calibration(
         place=place_of(target),
         curve=curve,
         rest=rest,
         overhead=overhead,
         plain=plain_speed,
-        plain_again=plain_again,
         candidates=[c for c, _, _ in scored],
-        chosen=best,
-        measured=measured,
+        checks=checks,
         prompts={"ids": [f"{p.suite}/{p.id}" for p in prompts], **options},
+        machine=machine(target.device),
     )
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """So many places of a list, evenly, the first included."""
+    wanted = min(count, wanted)
+    return [0] if wanted == 1 else [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
+
+
+def _checks(
+    chosen: Sequence[tuple[Candidate, Zoo, int | None]],
+    target: Target,
+    plain: Cell,
+    ids: Sequence[list[int]],
+    options: dict[str, Any],
+    repeats: int,
+) -> list[Check]:
+    """Decode with every candidate, interleaved with plain decoding; answers that end with their first token say
+    nothing of speed."""
+    short = {**options, "max_new_tokens": min(8, options["max_new_tokens"])}
+    setting = Setting(options["temperature"])
+    cells = [zoo_cell(candidate.spec.name, zoo) for candidate, zoo, _ in chosen]
+    runs: list[list[list[float]]] = [[] for _ in cells]
+    wrong = [0] * len(cells)
+    for cell, (_, zoo, length) in zip(cells, chosen, strict=True):
+        with _block(zoo.backbone, length):
+            cell.run(ids[:1], short)
+    for repeat in range(repeats):
+        for prompt in ids:
+            for index, (cell, (_, zoo, length)) in enumerate(zip(cells, chosen, strict=True)):
+                with _block(zoo.backbone, length):
+                    out = cell.run([prompt], options)
+                base = plain.run([prompt], options)
+                told = (
+                    None if repeat else judged(target, prompt, base.tokens[0], out.tokens[0], setting, options["seed"])
+                )
+                wrong[index] += told is not None and not told["tie"]
+                counts = sum(out.accepted[0]), sum(base.accepted[0])
+                if all(counts):
+                    runs[index].append([counts[0], round(out.wall, 5), counts[1], round(base.wall, 5)])
+    return [Check(c, r, d) for (c, _, _), r, d in zip(chosen, runs, wrong, strict=True)]
+
+
+@contextmanager
+def _block(drafter: Any, length: int | None) -> Iterator[None]:
+    """A backbone that drafts blocks of another length for a while; None leaves it as it is."""
+    if length is None:
+        yield
+        return
+    trained = drafter.block_size
+    drafter.block_size = length
+    try:
+        yield
+    finally:
+        drafter.block_size = trained
 
 
 def predicted(seen: Sequence[Replayed], curve: CostCurve, rest: float) -> float:
@@ -371,6 +470,28 @@ def load(path: str | os.PathLike[str], target: Target) -> Calibration:
             stacklevel=3,
         )
     return found
+
+
+def calibration_table(path: Path) -> str:
+    """Markdown: what was predicted for the candidates that were measured, and what was measured; the same bytes for
+    the same file."""
+    found = Calibration.from_dict(parse_json(path.read_bytes(), str(path)), str(path))
+    lines = [
+        f"Speed against plain decoding, predicted by `repairzoo autotune` among {len(found.candidates)} candidates and "
+        f"then measured on the same {len(found.prompts['ids'])} prompts:",
+        "",
+        "| candidate | place | τ | predicted | measured (95 %) | off by |",
+        "|---|---|---|---|---|---|",
+    ]
+    ranked = sorted(found.candidates, key=lambda c: -c.predicted)
+    for check in found.checks:
+        c, (ratio, low, high) = check.candidate, check.ratio()
+        place = f"{1 + ranked.index(c)} of {len(ranked)}"
+        figures = f"{ratio:.2f} ({low:.2f}–{high:.2f}) | {100 * found.error(check):+.1f} %"
+        if check.wrong:
+            figures = "wrong answer | –"
+        lines.append(f"| `{c.spec.name}` | {place} | {c.tau:.2f} | {c.predicted / found.plain:.2f} | {figures} |")
+    return "\n".join(lines) + "\n"
 
 
 def tuned(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from repairzoo.commands.bench_options import block_lengths, suite_names, target_options, tree_budgets
 from repairzoo.commands.shared import (
     Device,
     Json,
@@ -20,7 +21,6 @@ from repairzoo.commands.shared import (
     print_json,
     reporting,
     use_threads,
-    whole,
 )
 
 
@@ -33,6 +33,10 @@ def autotune(
     count: Annotated[int, typer.Option(help="Prompts of each suite.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Answer tokens of each prompt.")] = 64,
     temperature: Annotated[float, typer.Option(help="Temperature of the answers.")] = 0.0,
+    check: Annotated[
+        int, typer.Option(help="Candidates to measure against their predictions: the best, others down the list.")
+    ] = 1,
+    repeats: Annotated[int, typer.Option(help="Times that each of them is measured.")] = 1,
     target: TargetName = None,
     dtype: TargetDtype = None,
     device: Device = None,
@@ -42,20 +46,17 @@ def autotune(
 ) -> None:
     """Choose block length, node budget and head by predicted tokens per second, check the choice, and keep it."""
     with reporting(as_json):
-        lengths = None  # every length
-        if blocks != "all":
-            lengths = [None if b == "trained" else whole("--blocks", b, 2, "trained") for b in listed(blocks)]
-        budgets = [None if t == "chain" else whole("--trees", t, also="chain") for t in listed(trees)]
+        lengths = None if blocks == "all" else block_lengths(blocks)
+        budgets = tree_budgets(trees, best_first=False)
         if out is not None:
             may_write("--out", out)
         use_threads(threads)
 
-        from repairzoo.bench.suites import SUITES, load_suite
+        from repairzoo.bench.suites import load_suite
         from repairzoo.bench.tune import autotune as tune
         from repairzoo.bench.tune import calibration_path, save
 
-        names = list(SUITES) if suites == "all" else listed(suites)
-        prompts = [p for suite in names for p in load_suite(suite, count)]
+        prompts = [p for suite in suite_names(suites) for p in load_suite(suite, count)]
         found = tune(
             target,
             prompts,
@@ -66,20 +67,23 @@ def autotune(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             say=lambda line: print(line, file=sys.stderr),
-            device=device,
-            dtype=None if dtype is None else dtype.value,
+            check=check,
+            repeats=repeats,
+            **target_options(device, dtype),
         )
         place = save(found, out or calibration_path(found.place))
         if as_json:
             print_json({**found.as_dict(), "file": str(place)})
             return
-        best = sorted(found.candidates, key=lambda c: -c.predicted)[:5]
         print(f"{'cell':32} {'τ':>5} {'predicted':>10} tokens/s")
-        for candidate in best:
+        for candidate in sorted(found.candidates, key=lambda c: -c.predicted)[:5]:
             print(f"{candidate.spec.name:32} {candidate.tau:5.2f} {candidate.predicted:10.1f}")
-        ratios = found.chosen.predicted / found.plain, found.measured / found.plain_again
-        print(
-            f"\nchosen {found.chosen.spec.name}: predicted {ratios[0]:.2f} times plain decoding, measured "
-            f"{ratios[1]:.2f} ({100 * found.error:+.1f} %)"
-        )
-        print(f'kept in {place}; build(..., tune="auto") uses it')
+        print("\nmeasured, interleaved with plain decoding; times as fast as it (95 %):")
+        for one in found.checks:
+            ratio, low, high = one.ratio()
+            measured = f"measured {ratio:.2f} ({low:.2f}–{high:.2f}): {100 * found.error(one):+.1f} %"
+            print(
+                f"{one.candidate.spec.name:32} predicted {one.candidate.predicted / found.plain:.2f}, "
+                f"{'wrong answer' if one.wrong else measured}"
+            )
+        print(f'\nchosen {found.chosen.spec.name}, kept in {place}; build(..., tune="auto") uses it')

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from repairzoo.commands.bench_options import block_lengths, suite_names, target_options, tree_budgets
 from repairzoo.commands.shared import (
     Device,
     Suites,
@@ -65,14 +66,11 @@ def bench(
         if run.suffix != ".jsonl":
             raise InvalidInput(f"{run}: name a file that ends in .jsonl")
         may_write("RUN", run)
-        named = {"chain": None, "best-first": "best-first"}
-        budgets = [named[t] if t in named else whole("--trees", t, also="chain, best-first") for t in listed(trees)]
-        lengths = [None if b == "trained" else whole("--blocks", b, 2, "trained") for b in listed(blocks)]
+        budgets, lengths = tree_budgets(trees), block_lengths(blocks)
         use_threads(threads)
 
         from repairzoo.bench.run import Plan
         from repairzoo.bench.run import run as measure
-        from repairzoo.bench.suites import SUITES
 
         plan = Plan(
             backbones=listed(backbones),
@@ -81,7 +79,7 @@ def bench(
             blocks=lengths,
             cells=listed(cells),
             others=listed(others),
-            suites=list(SUITES) if suites == "all" else listed(suites),
+            suites=suite_names(suites),
             count=count,
             temperatures=[_real("--temperatures", t) for t in listed(temperatures)],
             batches=[whole("--batches", b) for b in listed(batches)],
@@ -97,8 +95,7 @@ def bench(
             target,
             run,
             say=lambda line: print(line, file=sys.stderr),
-            device=device,
-            dtype=None if dtype is None else dtype.value,
+            **target_options(device, dtype),
         )
         print(f"{run}: measured. Tables and plots: repairzoo report {run}", file=sys.stderr)
 
