@@ -110,6 +110,9 @@ def test_a_text_without_front_matter_is_published_with_it(tmp_path, text):
     data = ModelCard(card, ignore_metadata_errors=False).data
     assert (data.library_name, data.base_model, data["base_model_relation"]) == ("repairzoo", "owner/toy", "adapter")
     assert card.endswith(text.removeprefix("\ufeff"))
+    assert "\ufeff" not in card
+    (folder / "README.md").write_text("\ufeff" + card, encoding="utf-8")  # as some editors save it
+    assert prepared(folder, "owner/name")["README.md"] == card.encode()
 
 
 def test_a_card_that_cannot_be_published_says_what_to_do(tmp_path):
