@@ -229,7 +229,7 @@ class Trunk(nn.Module):
         self.int8, self._packed = True, None
 
     @property
-    def unrounded(self) -> tuple[nn.Parameter, ...]:
+    def unrounded(self) -> tuple[Tensor, ...]:
         """Matrices that ``use_int8`` leaves as they are. A few entries of the target's residual stream are a thousand
         times as large as the others, at the first positions above all: rounded by one scale, features are zeros.
         Everything else reads what a norm has evened out."""
