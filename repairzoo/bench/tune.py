@@ -301,7 +301,7 @@ def _checks(
     chosen: Sequence[tuple[Candidate, Zoo, int | None]],
     target: Target,
     plain: Cell,
-    ids: Sequence[list[int]],
+    ids: list[list[int]],
     options: dict[str, Any],
     repeats: int,
 ) -> list[Check]:
