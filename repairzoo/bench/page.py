@@ -23,8 +23,8 @@ from repairzoo.errors import InvalidInput
 _INK, _FAINT = "#010203", "#040506"  # text and axes; grid
 _STAGES = ("draft", "head", "verify", "accept", "commit", "host", "step", "decode")
 # light and dark: Okabe and Ito's colours, which differ for the colour-blind too, shifted to keep contrast on the ground
-_LIGHT = ("#0072b2", "#c2570c", "#007a5a", "#a8437f", "#8a6d00", "#2f7fb8", "#555555", "#7a4fb0")
-_DARK = ("#6cb8ee", "#f0924d", "#4cc9a0", "#e58fc2", "#e0c04a", "#9fd3f5", "#bbbbbb", "#b898ea")
+_LIGHT = ("#0072b2", "#c2570c", "#007a5a", "#a8437f", "#8a6d00", "#7a4fb0", "#555555", "#2f7fb8")
+_DARK = ("#6cb8ee", "#f0924d", "#4cc9a0", "#e58fc2", "#e0c04a", "#b898ea", "#bbbbbb", "#9fd3f5")
 _SERIES = tuple(f"#0a0b{16 + i:02x}" for i in range(len(_LIGHT)))
 
 _STYLE = """
@@ -43,8 +43,10 @@ figure { margin: .5rem 0 1rem; overflow-x: auto; } figure svg { max-width: 100%%
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--faint); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } td.words { text-align: left; white-space: normal; }
-thead th { background: var(--soft); }
+th:first-child, td:first-child { text-align: left; } .words { text-align: left !important; white-space: normal; }
+thead th { background: var(--soft); vertical-align: bottom; }
+table.wide th { white-space: normal; } table.wide td.words { min-width: 14rem; }
+summary { cursor: pointer; margin: .5rem 0; }
 """
 
 
@@ -122,7 +124,7 @@ def _setting(manifest: dict[str, Any], rows: list[Row], key: str, plt: Any) -> I
         )
         yield _figure(
             "Acceptance by slot",
-            "Share of rounds that accept a slot among those that reach it.",
+            "Share of rounds that accept a slot among those that reach it; dashed: the backbone's own chain.",
             _svg(plt, f"{key}-slots", lambda: _slots(plt, rows, cells)),
         )
         yield _figure(
@@ -190,14 +192,18 @@ def _code(text: str) -> str:
 
 def _grid_of(heads: Sequence[str], lines: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
     """A table of HTML texts; ``words``: columns of running text."""
-    out = ['<div class="scroll"><table><thead><tr>']
-    out += [f"<th>{name}</th>" for name in heads]
+    wide = ' class="wide"' if words else ""
+    out = [f'<div class="scroll"><table{wide}><thead><tr>']
+    out += [f"<th{_words(column in words)}>{name}</th>" for column, name in enumerate(heads)]
     out.append("</tr></thead><tbody>")
     for entries in lines:
-        kinds = [' class="words"' if column in words else "" for column in range(len(entries))]
-        cells = (f"<td{kind}>{entry}</td>" for kind, entry in zip(kinds, entries, strict=True))
+        cells = (f"<td{_words(column in words)}>{entry}</td>" for column, entry in enumerate(entries))
         out.append("<tr>" + "".join(cells) + "</tr>")
     return "".join([*out, "</tbody></table></div>"])
+
+
+def _words(words: bool) -> str:
+    return ' class="words"' if words else ""
 
 
 def _beside(measured: dict[str, Any]) -> str:
@@ -296,12 +302,13 @@ def _intervals(plt: Any, cells: Sequence[tuple[str, tuple[float, float, float]]]
 
 def _grid(plt: Any, cells: Sequence[str], height: float = 2.1) -> tuple[Any, list[Any]]:
     """One small plot a cell, on shared axes: many lines in one would not be told apart."""
-    across = min(4, len(cells))
+    across = min(4 if len(cells) <= 8 else 6, len(cells))
+    width, height = (2.6, height) if across <= 4 else (1.8, 0.75 * height)
     down = -(-len(cells) // across)
     figure, axes = plt.subplots(
         down,
         across,
-        figsize=(2.6 * across + 0.4, height * down + 0.3),
+        figsize=(width * across + 0.4, height * down + 0.3),
         sharex=True,
         sharey=True,
         squeeze=False,
@@ -315,13 +322,23 @@ def _grid(plt: Any, cells: Sequence[str], height: float = 2.1) -> tuple[Any, lis
     return figure, flat
 
 
+def _backbone(cell: str) -> str:
+    """The cell of its backbone alone."""
+    from repairzoo.bench.matrix import CellSpec
+
+    return CellSpec.parse(cell).backbone
+
+
 def _slots(plt: Any, rows: list[Row], cells: Sequence[str]) -> Any:
     figure, axes = _grid(plt, cells)
     for axis, cell in zip(axes, cells, strict=False):
         curve = report.slot_acceptance(report.of_cell(rows, cell))
+        alone = report.slot_acceptance(report.of_cell(rows, _backbone(cell)))
+        if alone and cell != _backbone(cell):
+            axis.plot(range(1, len(alone) + 1), [s for s, _ in alone], "--", color=_INK, linewidth=1, alpha=0.6)
         axis.plot(range(1, len(curve) + 1), [share for share, _ in curve], "o-", color=_colour(0), markersize=4)
         axis.set_ylim(0, 1)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.get_major_locator().set_params(integer=True, steps=[1, 2, 5, 10])
     figure.supxlabel("slot", fontsize=10, color=_INK)
     figure.supylabel("accepted", fontsize=10, color=_INK)
     return figure
@@ -408,5 +425,5 @@ def _roofline(plt: Any, rates: dict[str, float], points: Sequence[tuple[str, str
     axes.set_yscale("log")
     axes.set_xlabel("operations per byte")
     axes.set_ylabel("billion operations per second")
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower right")
     return figure
