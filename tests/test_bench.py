@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import repairzoo
 from repairzoo.bench import report
 from repairzoo.bench.clock import RoundClock
+from repairzoo.bench.machine import commit
 from repairzoo.bench.matrix import CellSpec, cells_of
 from repairzoo.bench.measure import Cell, Setting, judged, measure, plain_cell, zoo_cell
 from repairzoo.bench.others import OTHERS, other, published_folder
@@ -27,6 +28,7 @@ from repairzoo.costs import costs, plain_cost
 from repairzoo.errors import InvalidInput, UnknownName
 from repairzoo.target import Target
 
+COMMIT = commit()
 PROMPTS = [Prompt("s", str(i), "how are you today"[: 6 + 3 * i]) for i in range(2)]
 
 
@@ -132,6 +134,30 @@ def test_a_run_continues_where_it_stopped_and_refuses_other_options(raw, target,
     assert path.read_bytes() == before
     with pytest.raises(InvalidInput, match="options"):
         measure(target, cells, PROMPTS, path, settings=some, max_new_tokens=13, prefixes=1, oracle=4)
+
+
+@pytest.mark.parametrize(("key", "value"), [("commit", "c" * 40), ("cpu", "another"), ("packages", {"torch": "1.0"})])
+def test_a_run_that_goes_on_elsewhere_says_so_or_is_refused(raw, target, cells, tmp_path, key, value):
+    """Rows of another commit say which; another machine or other versions would mix two measurements in one table."""
+    path = tmp_path / "begun.jsonl"
+    lines = [json.loads(line) for line in raw.read_text().splitlines()]
+    lines[0]["manifest"][key] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
+    some = [Setting(0.0, 1), Setting(1.0, 1), Setting(0.0, 2)]
+
+    def go_on():
+        measure(target, cells, PROMPTS, path, settings=some, max_new_tokens=9, prefixes=1, oracle=4)
+
+    if key != "commit":
+        with pytest.raises(InvalidInput, match=key):
+            go_on()
+        return
+    if COMMIT is None:
+        pytest.skip("not a checkout")
+    go_on()
+    _, rows = report.read_raw(path)
+    assert [row.get("commit") for row in rows] == [None] * (len(rows) - 1) + [COMMIT]
+    assert f"commit {value}, then {COMMIT}" in report.overall(path)
 
 
 def test_a_wrong_answer_is_recorded_and_forbids_its_speed(target, tmp_path):

@@ -171,6 +171,8 @@ def measure(
     }
     ids = encoded(target, prompts)
     done, plain = _resume(path, head)
+    begun = (read_lines(path)[0] or head).get("commit")
+    by = {} if begun == head["commit"] else {"commit": head["commit"]}  # of a run that goes on with another one's file
     for cell in cells:  # warm-up, the same for all and not recorded
         cell.run(ids[:1], {**options, "max_new_tokens": min(16, max_new_tokens), "temperature": 0.0})
     replayed = _first_of_suites(prompts, prefixes)
@@ -201,7 +203,14 @@ def measure(
                 if key(index, cell.name) in done:
                     continue
                 p = prompts[index]
-                line = {"suite": p.suite, "id": p.id, "cell": cell.name, "repeat": repeat, **_shared(setting, row)}
+                line = {
+                    "suite": p.suite,
+                    "id": p.id,
+                    "cell": cell.name,
+                    "repeat": repeat,
+                    **by,
+                    **_shared(setting, row),
+                }
                 line |= record(out, row)
                 expected = plain.get(key(index, BASELINE))
                 if expected is not None and cell.name != BASELINE and cell.comparable(setting):
@@ -308,6 +317,9 @@ _SAME = (
     "suites",
     "cells",
     "threads",
+    "cpu",
+    "gpu",
+    "packages",
 )
 
 

@@ -427,8 +427,9 @@ def _overall(manifest: dict[str, Any], rows: Sequence[Row]) -> str:
     place = manifest.get("gpu") or f"{manifest['cpu']}, {manifest['capability']}, {manifest['threads']} thread(s)"
     prompts = len({(r["suite"], r["id"]) for r in rows})
     target = manifest["target"]
+    commits = dict.fromkeys(str(c) for c in (manifest.get("commit"), *(r.get("commit") for r in rows)) if c)
     return (
         f"{target['id']} ({target['source']}), {manifest['dtype']}, on {place}; {prompts} prompts, up to "
         f"{manifest['options']['max_new_tokens']} new tokens, {manifest['repeats']} repeat(s); {manifest['date']}; "
-        f"{versions}; commit {manifest.get('commit') or 'not recorded'}"
+        f"{versions}; commit {', then '.join(commits) or 'not recorded'}"
     )
