@@ -136,7 +136,10 @@ def test_a_run_continues_where_it_stopped_and_refuses_other_options(raw, target,
         measure(target, cells, PROMPTS, path, settings=some, max_new_tokens=13, prefixes=1, oracle=4)
 
 
-@pytest.mark.parametrize(("key", "value"), [("commit", "c" * 40), ("cpu", "another"), ("packages", {"torch": "1.0"})])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("commit", "c" * 40), ("cpu", "another"), ("packages", {"torch": "1.0"}), ("artifacts", {"a": 1})],
+)
 def test_a_run_that_goes_on_elsewhere_says_so_or_is_refused(raw, target, cells, tmp_path, key, value):
     """Rows of another commit say which; another machine or other versions would mix two measurements in one table."""
     path = tmp_path / "begun.jsonl"

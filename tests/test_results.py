@@ -89,10 +89,9 @@ def test_no_answer_of_a_raw_file_is_wrong_and_rounds_cost_little_beside_their_mo
 
 
 @pytest.mark.parametrize("raw", RAW, ids=lambda p: p.name)
-def test_ours_against_others_is_what_the_issue_asks(raw: Path) -> None:
-    """Must show: same checkpoint, run and prompts; at least 1.3 times the package dflash, 1.5 times the assisted modes
-    of transformers, and plain decoding not slower than its greedy one nor than a bare loop. Medians; intervals are in the
-    tables."""
+def test_ours_is_faster_than_others(raw: Path) -> None:
+    """Same checkpoint, run and prompts: at least 1.3 times the package dflash, 1.5 times the assisted modes of
+    transformers, plain decoding not slower than its greedy one nor than a bare loop. The tables have the intervals."""
     rows = in_setting(read_raw(raw)[1], (0.0, 1))
     least = {"dflash-package": 1.3, "hf-dflash": 1.5, "hf-lookup": 1.5}
     asked = [("dflash", other, ratio) for other, ratio in least.items()]

@@ -320,6 +320,7 @@ _SAME = (
     "cpu",
     "gpu",
     "packages",
+    "artifacts",
 )
 
 
@@ -330,9 +331,9 @@ def _resume(path: Path, head: dict[str, Any]) -> tuple[set[Key], dict[Key, list[
     manifest, rows = read_lines(path)
     for key in _SAME if manifest is not None else ():
         assert manifest is not None
-        if manifest.get(key) != json.loads(json.dumps(head[key])):
+        if manifest.get(key) != json.loads(json.dumps(head.get(key))):
             raise InvalidInput(
-                f"{path} was begun with {key} {manifest.get(key)!r}, this run has {head[key]!r}: name another file"
+                f"{path} was begun with {key} {manifest.get(key)!r}, this run has {head.get(key)!r}: name another file"
             )
     whole = 0
     if path.exists():  # nothing of a file is touched before it is known to be ours
