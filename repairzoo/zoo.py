@@ -339,9 +339,10 @@ def build(
     nodes = drafter.slots if tree == "best-first" else tree
     assert nodes is None or isinstance(nodes, int)
     if isinstance(pool, str):
+        vocabulary = verifier.output_weight.shape[0]
         if pool != "auto":
-            raise InvalidInput(f"pool={pool!r}: give 'auto', None, or a number of candidates a slot")
-        pool = narrow_pool(drafter, heads, nodes, verifier.output_weight.shape[0])
+            raise InvalidInput(f"pool={pool!r}: give 'auto', None, or 1 to {vocabulary} candidates a slot")
+        pool = narrow_pool(drafter, heads, nodes, vocabulary)
     return Zoo(verifier, drafter, heads, nodes, proposal, _graphs(cuda_graphs, verifier.device), kernels, pool)
 
 

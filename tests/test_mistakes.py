@@ -253,6 +253,14 @@ def test_errors_of_the_system_are_one_message(capsys):
         raise ZeroDivisionError
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C is heard, also where the tests run behind a shell that has it ignored (``make test &``)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -261,7 +269,7 @@ def test_errors_of_the_system_are_one_message(capsys):
         (["train", "features", "corpus"], "interrupted; the same command continues"),
     ],
 )
-def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, arguments, words):
+def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, arguments, words, heard):
     monkeypatch.setattr(
         repairzoo.target_source, "load_target", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT) or [][0]
     )
