@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,18 @@ def test_kernels_are_chosen_and_never_replaced_in_silence(monkeypatch):
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"triton is not installed.*kernels='torch'"):
         repairzoo.build(noisy(0, 3), None, toy(), kernels="triton")
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be installed on this platform")
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_for_a_gpu(arch, tmp_path):
+    """No GPU is needed to compile for one, and the interpreter accepts what a compiler does not."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    worker = [sys.executable, str(Path(__file__).parent / "kernel_worker.py"), str(arch)]
+    done = subprocess.run(worker, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    compiled = [line.split()[0] for line in done.stdout.splitlines()]
+    assert {name: compiled.count(name) for name in compiled} == {"_accept": 2, "_pool": 2, "_lilicorr": 3, "_drelay": 2}
 
 
 def test_triton_is_optional():

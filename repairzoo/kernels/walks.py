@@ -87,7 +87,7 @@ def _bounded(x):
 @triton.jit
 def _drelay(
     static, query, last, last_anchor, entry_token, entry_slot, entry_anchor, through, gate, w_native, w_best, w_stats,
-    w_out, b_out, base, reads, ranks, scores, S, K, W, G, H, e,
+    w_out, b_out, base, reads, ranks, scores, scale, S, K, W, G, H, e,
     KP: tl.constexpr, MP: tl.constexpr, EP: tl.constexpr, BG: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,6 @@ def _drelay(
     inside = k < K
     chosen = m * 0  # chosen[m]: rank at slot m - 1
     rank = 0
-    scale = 1.0 / tl.sqrt(e.to(tl.float32))
     reads += row * K * W
     for slot in range(S):
         at = row * S + slot
@@ -217,7 +216,7 @@ def drelay_walk(
 
     _drelay[(B,)](
         *(x.contiguous() for x in prepared), *(x.contiguous() for x in weights), base.contiguous(), reads, ranks,
-        scores, S, K, W, G, heads, W // heads,
+        scores, (W // heads) ** -0.5, S, K, W, G, heads, W // heads,
         KP=at_least_16(K), MP=at_least_16(S + 1), EP=at_least_16(W // heads),
         BG=min(at_least_16(G), 64), BW=min(at_least_16(W), 64),
     )  # fmt: skip
