@@ -21,10 +21,10 @@ from repairzoo.heads.drelay import DRelay, DRelayConfig
 from repairzoo.heads.drelay import objective as drelay
 from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig, Weights
 from repairzoo.heads.lilicorr import objective as lilicorr
-from repairzoo.train.blocks import accepted_lengths, pool_blocks, prefixes, scouted, target_scores
+from repairzoo.train.blocks import accepted_lengths, pool_blocks, prefixes, target_scores
 from repairzoo.train.cli import app
 from repairzoo.train.commands import run_training
-from repairzoo.train.data import Batch
+from repairzoo.train.data import Batch, scouted
 from repairzoo.train.recipe import read_recipe
 from repairzoo.train.trainer import total_loss
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,17 @@ from training_toys import MASK, TAPS, VOCAB, draft, make_corpus, objective, read
 from typer.testing import CliRunner
 
 from repairzoo.backbones.dflash import DFlash
-from repairzoo.backbones.dflash.train import DFlashObjective
+from repairzoo.backbones.dflash.train import DFlashObjective, ObjectiveSection
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.heads.dels import DeLS
 from repairzoo.train import commands
 from repairzoo.train.cli import app
-from repairzoo.train.data import Batch, prefix
+from repairzoo.train.data import Batch, prefix, scouted
+from repairzoo.train.held import accepted, estimated_tau, walked_taus
 from repairzoo.train.losses import block_cross_entropy, dpace_weights
 from repairzoo.train.recipe import read_recipe
 from repairzoo.train.teacher import teacher
-from repairzoo.train.trainer import Recipe, estimated_tau, total_loss, train
+from repairzoo.train.trainer import Recipe, total_loss, train
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = ("sliding_b8", "trained_b8")
@@ -159,6 +161,51 @@ def test_estimated_tau_counts_right_prefixes():
     assert accuracy == pytest.approx([2 / 3, 1.0, 0.5, 1.0])
 
 
+@torch.no_grad()
+def test_walked_tau_is_that_of_decoding(folder, backbone_run):
+    """Held-out greedy answers are what the loop commits, and its rounds are those that the walk follows."""
+    import repairzoo
+
+    corpus = read(folder)
+    zoo = repairzoo.build(str(backbone_run / "artifact"), target=target(), draft_int8=False)
+    held, tokens, rounds = corpus.held[:6], 0, 0
+    for s in held:
+        run = zoo.generate(s.ids[: s.prompt].long()[None], max_new_tokens=len(s) - s.prompt)
+        assert run.token_ids[0] == s.ids[s.prompt :].tolist()
+        tokens, rounds = tokens + sum(run.stats.accepted[0]), rounds + len(run.stats.accepted[0])
+    judge = DFlashObjective(zoo.backbone, target().output_weight).evaluate
+    batches = [corpus.batch(held[:4], 2, [0] * 4), corpus.batch(held[4:], 2, [0] * 2)]
+    for chunk in (3, 50):
+        found = walked_taus(lambda hop: [accepted(hop, *judge(hop)), 0 * hop.anchors], batches, chunk)
+        assert found == pytest.approx([tokens / rounds, 1.0])
+    assert tokens > rounds
+
+
+@torch.no_grad()
+def test_scouted_anchors_are_where_rounds_of_the_draft_begin(folder):
+    """Each is what decoding reaches from a uniform one, also with a softmax over the corpus' ids alone."""
+    corpus, backbone = read(folder), draft(4)
+    batch = corpus.training_batch(0, 6, 5, 0)
+    columns = corpus.columns(VOCAB)
+    for some in (None, columns):
+        trained = DFlashObjective(backbone, target().output_weight, columns=some, scout=1.0)
+        length = trained._accepted(batch)
+        hidden = backbone.train_forward(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]
+        logits = hidden @ target().output_weight.T
+        if some is not None:
+            logits[..., [i for i in range(VOCAB) if i not in some.tolist()]] = float("-inf")
+        labels, mask = batch.labels(backbone.slots)
+        want = prefix((logits.argmax(-1) == labels) & mask).sum(-1)
+        assert torch.equal(length, torch.where(mask[..., 0], want, -1))
+        moved = scouted(batch, 1.0, trained._accepted, hops=1)
+        loss, same = (total_loss(o.terms(backbone, b, 0.0)) for o, b in (
+            (trained, batch), (replace(trained, scout=0.0), moved),
+        ))  # fmt: skip
+        torch.testing.assert_close(loss, same)
+    with pytest.raises(InvalidInput, match="scout is 2"):
+        ObjectiveSection(scout=2)
+
+
 # --- training is what decoding does ---------------------------------------------------------------------------------
 @torch.no_grad()
 def test_training_forward_equals_the_block_that_is_drafted(folder):
@@ -208,6 +255,7 @@ def test_loss_falls_and_the_log_says_what_was_learnt(folder, tmp_path):
     assert [line["step"] for line in judged] == [30, 60]
     assert all(len(line["held_accuracy"]) == 3 and 1 <= line["held_tau"] <= 4 for line in judged)
     assert judged[-1]["held_tau"] > 1.08  # an untrained draft is right once in 35 times
+    assert [line["step"] for line in rest if "held_walked_tau" in line] == [60]
 
 
 def test_resumed_run_equals_the_uninterrupted_one(folder, tmp_path):
@@ -330,7 +378,7 @@ DFLASH = {
 DELS = {
     "kind": "dels",
     "model": {"variant": "gru", "rank": 4, "hidden": 6, "input_rank": 4, "block_size": 4},
-    "objective": {"alphas": [0.2, 20.0], "betas": [0.0, 0.3]},
+    "objective": {"alphas": [0.2, 20.0], "betas": [0.0, 0.3], "prefixes": [0, 1]},
     "run": RUN | {"steps": 30, "lr": 0.03, "batch": 8, "eval_every": 15, "save_every": 15},
 }
 
@@ -377,14 +425,14 @@ def test_head_is_trained_fused_and_loadable(folder, backbone_run, tmp_path):
     steps = [line for line in lines(out) if "step" in line]
     assert steps[-1]["loss"] < steps[0]["loss"]
     chosen = lines(out)[-1]
-    taus = {(line["alpha"], line["beta"]): line["held_tau"] for line in chosen["fusion"]}
-    assert set(taus) == {(0, 0), (0.2, 0), (0.2, 0.3), (20, 0), (20, 0.3)}
-    best = (chosen["chosen"]["alpha"], chosen["chosen"]["beta"])
-    assert taus[best] == max(value for pair, value in taus.items() if pair != (0, 0))
+    taus = {(line["alpha"], line["beta"], line["prefix"]): line["held_walked_tau"] for line in chosen["fusion"]}
+    assert set(taus) == set(itertools.product((0.2, 20), (0, 0.3), (0, 1)))
+    best = tuple(chosen["chosen"][key] for key in ("alpha", "beta", "prefix"))
+    assert taus[best] == max(taus.values()) and chosen["without"] >= 1
     assert len(set(taus.values())) > 1
     head = DeLS.load(out / "artifact")
     config = head.config
-    assert (config.alpha, config.beta) == best
+    assert (config.alpha, config.beta, config.pure_draft_prefix_len) == best
     assert (config.dtype, config.target_id, config.target_revision) == ("bfloat16", "toy/target", "r1")
     counts = read(folder, held_out=40).counts(VOCAB)
     assert int(head.log_prior.argmax()) == int(counts.argmax())

@@ -12,9 +12,10 @@ import repairzoo
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.train import commands
 from repairzoo.train.data import Batch, Corpus
+from repairzoo.train.held import estimated_tau
 from repairzoo.train.recipe import method, read_recipe, read_section
 from repairzoo.train.teacher import teacher
-from repairzoo.train.trainer import estimated_tau, total_loss
+from repairzoo.train.trainer import total_loss
 
 RUN = {"steps": 6, "batch": 4, "anchors": 4, "lr": 0.01, "eval_every": 3, "save_every": 3, "eval_sequences": 8}
 RECIPES = {

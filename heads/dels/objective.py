@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.target import Target
 from repairzoo.train.data import Batch, Corpus, prefix, softmax_columns
 from repairzoo.train.heads import common_facts, target_keys
+from repairzoo.train.held import accepted, walked_taus
 from repairzoo.train.losses import decay_weights, place_in
 from repairzoo.train.recipe import Job, RunRecipe, read_section
-from repairzoo.train.trainer import Recipe, Terms, estimated_tau
+from repairzoo.train.trainer import Recipe, Terms
 
 from .head import DeLS, DeLSConfig
 from .train import gather_windows
@@ -34,6 +36,14 @@ class LocalExpert(nn.Module):
 
     def forward(self, tokens: Tensor, columns: Tensor | None) -> Tensor:
         return self.head.local_logits(tokens, columns)
+
+
+class Fusion(NamedTuple):
+    """How local logits are added: their weight, that of the prior, and how many first slots keep their scores."""
+
+    alpha: float
+    beta: float
+    prefix: int
 
 
 @dataclass(slots=True)
@@ -72,22 +82,26 @@ class DeLSObjective:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         c = self.head.config
-        rights, valids = zip(*(self._judge(batch, [(c.alpha, c.beta)])), strict=True)
+        rights, valids = zip(*(self._judge(batch, [Fusion(c.alpha, c.beta, c.pure_draft_prefix_len)])), strict=True)
         return torch.cat([r[0] for r in rights]), torch.cat(valids)
 
-    @torch.no_grad()
-    def fusion(self, batches: list[Batch], pairs: list[tuple[float, float]]) -> list[float]:
-        """Estimated tau of the fused greedy chain for each ``(alpha, beta)``.
+    def fusion(self, batches: list[Batch], settings: list[Fusion], chunk: int) -> list[float]:
+        """Tokens a round of the fused greedy chain for each setting, along the walk of decoding: at random places the
+        draft is surer.
 
         Slot i is judged with the true tokens before it: up to the first error that is what the walk has chosen, so the
         length of the right prefix is exact.
         """
-        chunks = [chunk for batch in batches for chunk in self._judge(batch, pairs)]
-        valid = torch.cat([valid for _, valid in chunks])
-        return [estimated_tau(torch.cat([right[i] for right, _ in chunks]), valid)[0] for i in range(len(pairs))]
 
-    def _judge(self, batch: Batch, pairs: list[tuple[float, float]]) -> Iterator[tuple[list[Tensor], Tensor]]:
-        """For chunks of blocks: for each pair whether slots are right ``[n, S]``, and which count ``[n, S]``."""
+        def lengths(hop: Batch) -> list[Tensor]:
+            rights, valids = zip(*self._judge(hop, settings), strict=True)
+            valid = torch.cat(valids)
+            return [accepted(hop, torch.cat([r[i] for r in rights]), valid) for i in range(len(settings))]
+
+        return walked_taus(lengths, batches, chunk)
+
+    def _judge(self, batch: Batch, settings: list[Fusion]) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """For chunks of blocks: for each setting whether slots are right ``[n, S]``, and which count ``[n, S]``."""
         head, backbone = self.head, self.backbone
         slots = head.config.block_size - 1 if backbone is None else backbone.slots
         labels, mask = batch.labels(slots)
@@ -106,13 +120,13 @@ class DeLSObjective:
                 choices = [local.argmax(-1)]
             else:
                 base = backbone.logits(hidden[rows])[..., : local.shape[-1]]
-                choices = [self._fused(base, local, alpha, beta) for alpha, beta in pairs]
+                choices = [self._fused(base, local, setting) for setting in settings]
             yield [choice == window[:, 1:] for choice in choices], valid[rows]
 
-    def _fused(self, base: Tensor, local: Tensor, alpha: float, beta: float) -> Tensor:
-        first = self.head.config.pure_draft_prefix_len
-        scores = base + alpha * local - beta * self.head.log_prior
-        return torch.cat((base[:, :first].argmax(-1), scores[:, first:].argmax(-1)), 1)
+    def _fused(self, base: Tensor, local: Tensor, setting: Fusion) -> Tensor:
+        first = setting.prefix
+        scores = base[:, first:] + setting.alpha * local[:, first:] - setting.beta * self.head.log_prior
+        return torch.cat((base[:, :first].argmax(-1), scores.argmax(-1)), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +153,9 @@ class ObjectiveSection:
     Attributes:
         gamma: slot decay, or null. least_count: the softmax runs over ids that occur at least so often in training
             answers; null for all. smoothing: of the unigram prior, which is counted on training answers.
-        alphas, betas: fusion weights that are tried on held-out answers when a backbone is given. Without one, the
-            first of each is stored.
+        alphas, betas, prefixes: fusion weights, and numbers of first slots that keep their scores, that are tried on
+            held-out answers when a backbone is given. Without one, the first of each is stored. ``prefixes`` null: the
+            model's ``pure_draft_prefix_len`` alone.
     """
 
     gamma: float | None = 7.0
@@ -148,6 +163,7 @@ class ObjectiveSection:
     smoothing: float = 1.0
     alphas: tuple[float, ...] = (0.3,)
     betas: tuple[float, ...] = (0.3,)
+    prefixes: tuple[int, ...] | None = None
 
 
 def plan(
@@ -197,13 +213,15 @@ def plan(
     def finish(run: Recipe) -> list[dict[str, Any]]:
         if held is None:
             return []
-        pairs = [(0.0, 0.0), *((a, b) for a in objective.alphas for b in objective.betas)]
+        prefixes = objective.prefixes or (model.pure_draft_prefix_len,)
+        tried = [Fusion(*x) for x in itertools.product(objective.alphas, objective.betas, prefixes)]
         batches = [b.to(target.device) for b in held.held_batches(run.batch, run.anchors, run.eval_sequences)]
-        taus = trained.fusion(batches, pairs)
-        best = max(range(1, len(pairs)), key=lambda i: taus[i])
-        head.config = replace(head.config, alpha=pairs[best][0], beta=pairs[best][1])
-        lines = [{"alpha": a, "beta": b, "held_tau": round(t, 4)} for (a, b), t in zip(pairs, taus, strict=True)]
-        return [{"fusion": lines, "chosen": {"alpha": head.config.alpha, "beta": head.config.beta}}]
+        alone, *taus = trained.fusion(batches, [Fusion(0.0, 0.0, 0), *tried], run.anchors)
+        best = max(range(len(tried)), key=lambda i: taus[i])
+        a, b, first = tried[best]
+        head.config = replace(head.config, alpha=a, beta=b, pure_draft_prefix_len=first)
+        lines = [{**f._asdict(), "held_walked_tau": round(t, 4)} for f, t in zip(tried, taus, strict=True)]
+        return [{"fusion": lines, "without": round(alone, 4), "chosen": tried[best]._asdict()}]
 
     facts = common_facts("dels", target, model, objective, head, init) | {
         "columns": None if columns is None else len(columns),

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from repairzoo.errors import InvalidInput
 from repairzoo.target import Target
-from repairzoo.train.blocks import PoolBlocks, accepted_lengths, pool_blocks, prefixes, right, scouted, summed
-from repairzoo.train.data import Batch, prefix
+from repairzoo.train.blocks import PoolBlocks, accepted_lengths, pool_blocks, prefixes, right, summed
+from repairzoo.train.data import Batch, prefix, scouted
 from repairzoo.train.heads import OnBackbone, backbone_keys, freeze_at_zero, pool_job, target_keys
 from repairzoo.train.losses import decay_weights
 from repairzoo.train.recipe import Job, RunRecipe, read_section

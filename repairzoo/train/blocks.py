@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -153,41 +152,6 @@ def accepted_lengths(batch: Batch, blocks: PoolBlocks, scores: Tensor) -> Tensor
     kept = batch.labels(blocks.labels.shape[1])[1][..., 0]
     length = prefix(right(blocks, scores) & blocks.mask.bool()).sum(-1)
     return torch.full_like(batch.anchors, -1).masked_scatter(kept, length)
-
-
-@torch.no_grad()
-def scouted(batch: Batch, share: float, accepted: Callable[[Batch], Tensor], hops: int = 3) -> Batch:
-    """The batch with a share of its anchors moved to where rounds would begin (DRelay, appendix B).
-
-    A scout starts at uniform anchors and advances as decoding would, by the accepted tokens and the bonus, along the
-    true text; every place it comes to is an anchor. Where it runs past the end the uniform anchor stays.
-
-    Args:
-        share: of the anchors of a text, from the last. accepted: batch -> ``[B, N]``, see :func:`accepted_lengths`.
-        hops: rounds that one scout makes; more scouts with fewer hops cost the same.
-    """
-    total = batch.anchors.shape[1]
-    count = min(total, round(share * total))
-    if count == 0:
-        return batch
-    scouts = min(-(-count // hops), total)
-    hop = replace(batch, anchors=batch.anchors[:, :scouts], keep=batch.keep[:, :scouts])
-    found, sound = [], []
-    last = batch.input_ids.shape[1] - 2  # an anchor has a successor
-    while sum(x.shape[1] for x in found) < count:
-        length = accepted(hop)
-        there = hop.anchors + length + 1
-        keep = hop.keep & (length >= 0) & (there <= last)
-        there = torch.where(keep, there, hop.anchors)
-        keep &= batch.loss_mask.gather(1, there + 1)
-        hop = replace(hop, anchors=there, keep=keep)
-        found.append(there)
-        sound.append(keep)
-    there, keep = torch.cat(found, 1)[:, :count], torch.cat(sound, 1)[:, :count]
-    anchors, kept = batch.anchors.clone(), batch.keep.clone()
-    anchors[:, total - count :] = torch.where(keep, there, anchors[:, total - count :])
-    kept[:, total - count :] |= keep
-    return replace(batch, anchors=anchors, keep=kept)
 
 
 def prefixes(blocks: PoolBlocks, scores: Tensor) -> dict[str, float]:

@@ -6,6 +6,7 @@ The batch of a step belongs to all processes together: each takes its rows of it
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,6 +74,41 @@ class Batch:
 def prefix(mask: Tensor) -> Tensor:
     """``[..., S]`` bool up to the first False: slots that count towards an accepted length."""
     return mask.long().cumprod(-1).bool()
+
+
+@torch.no_grad()
+def scouted(batch: Batch, share: float, accepted: Callable[[Batch], Tensor], hops: int = 3) -> Batch:
+    """The batch with a share of its anchors moved to where rounds would begin (DRelay, appendix B).
+
+    A scout starts at uniform anchors and advances as decoding would, by the accepted tokens and the bonus, along the
+    true text; every place it comes to is an anchor. Where it runs past the end the uniform anchor stays.
+
+    Args:
+        share: of the anchors of a text, from the last. accepted: batch -> ``[B, N]``, see :func:`accepted_lengths`.
+        hops: rounds that one scout makes; more scouts with fewer hops cost the same.
+    """
+    total = batch.anchors.shape[1]
+    count = min(total, round(share * total))
+    if count == 0:
+        return batch
+    scouts = min(-(-count // hops), total)
+    hop = replace(batch, anchors=batch.anchors[:, :scouts], keep=batch.keep[:, :scouts])
+    found, sound = [], []
+    last = batch.input_ids.shape[1] - 2  # an anchor has a successor
+    while sum(x.shape[1] for x in found) < count:
+        length = accepted(hop)
+        there = hop.anchors + length + 1
+        keep = hop.keep & (length >= 0) & (there <= last)
+        there = torch.where(keep, there, hop.anchors)
+        keep &= batch.loss_mask.gather(1, there + 1)
+        hop = replace(hop, anchors=there, keep=keep)
+        found.append(there)
+        sound.append(keep)
+    there, keep = torch.cat(found, 1)[:, :count], torch.cat(sound, 1)[:, :count]
+    anchors, kept = batch.anchors.clone(), batch.keep.clone()
+    anchors[:, total - count :] = torch.where(keep, there, anchors[:, total - count :])
+    kept[:, total - count :] |= keep
+    return replace(batch, anchors=anchors, keep=kept)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """The training loop: any objective, one or several processes, exact resume.
 
-    <run>/log.jsonl                one line a logged step: loss, learning rate, held-out accuracy a slot, estimated tau
+    <run>/log.jsonl                one line a logged step: loss, learning rate, held-out accuracy a slot, estimated tau;
+                                   at the end tau along the walk of decoding
     <run>/checkpoint.safetensors   weights, optimiser moments, step
 
 A step is a pure function of (weights, corpus, recipe, step), so a run that was killed continues as if it had not been.
@@ -30,6 +31,7 @@ from tqdm import tqdm
 
 from repairzoo.errors import InvalidArtifact, InvalidInput
 from repairzoo.train.data import Batch, Corpus
+from repairzoo.train.held import accepted, judged, walked_taus
 
 Terms = dict[str, tuple[Tensor, Tensor]]
 
@@ -102,18 +104,6 @@ class Recipe:
             return self.lr * (step + 1) / warm
         t = min(1.0, (step - warm) / max(1, self.steps - warm))
         return self.lr * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * t)))
-
-
-def estimated_tau(right: Tensor, valid: Tensor) -> tuple[float, list[float]]:
-    """Estimated tau and per-slot accuracy of teacher-forced slots ``[R, S]``.
-
-    Greedy answers are what the target would commit, so 1 plus the mean length of the right prefix estimates the tokens
-    of a round that starts at a random position.
-    """
-    rows = valid[:, 0]
-    prefix = (right & valid).long().cumprod(1).sum(1)[rows].float()
-    accuracy = [(right & valid)[:, s].sum().item() / max(1, int(valid[:, s].sum())) for s in range(right.shape[1])]
-    return 1 + float(prefix.mean()), accuracy
 
 
 def train(
@@ -192,9 +182,11 @@ def train(
                 line = {"step": step, "loss": round(running, 4), "lr": recipe.rate(step - 1)}
                 line["seconds"] = round(time.time() - started, 1)
                 if step % recipe.eval_every == 0 or last:
-                    tau, accuracy = evaluate(objective, batches)
+                    tau, accuracy = judged(objective.evaluate, batches)
                     line |= {"held_tau": round(tau, 4), "held_accuracy": [round(a, 4) for a in accuracy]}
                     bar.set_postfix(loss=f"{running:.3f}", tau=f"{tau:.3f}")
+                if last:  # every position is judged: once
+                    line["held_walked_tau"] = round(walked_tau(objective, batches, recipe.anchors), 4)
                 _log(folder, line)
             if step % recipe.save_every == 0 or last:
                 keep()
@@ -230,6 +222,11 @@ def _interrupts(enabled: bool) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+def walked_tau(objective: Objective, batches: list[Batch], chunk: int) -> float:
+    """See :func:`walked_taus`."""
+    return walked_taus(lambda hop: [accepted(hop, *objective.evaluate(hop))], batches, chunk)[0]
+
+
 def total_loss(terms: Terms, accelerator: Any = None) -> Tensor:
     """Sum of the terms over *global* denominators.
 
@@ -245,13 +242,6 @@ def total_loss(terms: Terms, accelerator: Any = None) -> Tensor:
             world = accelerator.num_processes
         loss = loss.to(numerator.device) + world * numerator / denominator.clamp_min(1e-6)
     return loss
-
-
-@torch.no_grad()
-def evaluate(objective: Objective, batches: list[Batch]) -> tuple[float, list[float]]:
-    """Estimated tau and per-slot accuracy on held-out batches."""
-    rights, valids = zip(*(objective.evaluate(batch) for batch in batches), strict=True)
-    return estimated_tau(torch.cat(rights), torch.cat(valids))
 
 
 def _log(folder: Path, line: dict[str, Any]) -> None:
