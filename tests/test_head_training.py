@@ -21,7 +21,7 @@ from repairzoo.heads.drelay import DRelay, DRelayConfig
 from repairzoo.heads.drelay import objective as drelay
 from repairzoo.heads.lilicorr import LiLiCorr, LiLiCorrConfig, Weights
 from repairzoo.heads.lilicorr import objective as lilicorr
-from repairzoo.train.blocks import accepted_lengths, pool_blocks, prefixes, target_scores
+from repairzoo.train.blocks import pool_blocks, prefixes, target_scores
 from repairzoo.train.cli import app
 from repairzoo.train.commands import run_training
 from repairzoo.train.data import Batch, scouted
@@ -370,9 +370,7 @@ def test_scout_stands_where_rounds_begin():
     """Every anchor that the scout adds is one that decoding reaches from a uniform one: by A + 1 along the text."""
     objective, b = everything("drelay", False), batch()
 
-    def accepted(hop: Batch) -> Tensor:
-        return accepted_lengths(hop, *objective.module(hop))
-
+    accepted = objective._accepted
     length = accepted(b)
     assert (length[b.labels(3)[1][..., 0]] >= 0).all() and (length[~b.keep] == -1).all()
     found = scouted(b, 2 / 3, accepted, hops=1)

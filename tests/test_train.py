@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,12 @@ from training_toys import MASK, TAPS, VOCAB, draft, make_corpus, objective, read
 from typer.testing import CliRunner
 
 from repairzoo.backbones.dflash import DFlash
-from repairzoo.backbones.dflash.train import DFlashObjective, ObjectiveSection
+from repairzoo.backbones.dflash.train import DFlashObjective
 from repairzoo.errors import IncompatibleArtifact, InvalidArtifact, InvalidInput
 from repairzoo.heads.dels import DeLS
 from repairzoo.train import commands
 from repairzoo.train.cli import app
-from repairzoo.train.data import Batch, prefix, scouted
+from repairzoo.train.data import Batch, prefix
 from repairzoo.train.held import accepted, estimated_tau, walked_taus
 from repairzoo.train.losses import block_cross_entropy, dpace_weights
 from repairzoo.train.recipe import read_recipe
@@ -179,31 +178,6 @@ def test_walked_tau_is_that_of_decoding(folder, backbone_run):
         found = walked_taus(lambda hop: [accepted(hop, *judge(hop)), 0 * hop.anchors], batches, chunk)
         assert found == pytest.approx([tokens / rounds, 1.0])
     assert tokens > rounds
-
-
-@torch.no_grad()
-def test_scouted_anchors_are_where_rounds_of_the_draft_begin(folder):
-    """Each is what decoding reaches from a uniform one, also with a softmax over the corpus' ids alone."""
-    corpus, backbone = read(folder), draft(4)
-    batch = corpus.training_batch(0, 6, 5, 0)
-    columns = corpus.columns(VOCAB)
-    for some in (None, columns):
-        trained = DFlashObjective(backbone, target().output_weight, columns=some, scout=1.0)
-        length = trained._accepted(batch)
-        hidden = backbone.train_forward(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]
-        logits = hidden @ target().output_weight.T
-        if some is not None:
-            logits[..., [i for i in range(VOCAB) if i not in some.tolist()]] = float("-inf")
-        labels, mask = batch.labels(backbone.slots)
-        want = prefix((logits.argmax(-1) == labels) & mask).sum(-1)
-        assert torch.equal(length, torch.where(mask[..., 0], want, -1))
-        moved = scouted(batch, 1.0, trained._accepted, hops=1)
-        loss, same = (total_loss(o.terms(backbone, b, 0.0)) for o, b in (
-            (trained, batch), (replace(trained, scout=0.0), moved),
-        ))  # fmt: skip
-        torch.testing.assert_close(loss, same)
-    with pytest.raises(InvalidInput, match="scout is 2"):
-        ObjectiveSection(scout=2)
 
 
 # --- training is what decoding does ---------------------------------------------------------------------------------

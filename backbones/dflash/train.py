@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from repairzoo.artifact import fingerprint
 from repairzoo.errors import IncompatibleArtifact, InvalidInput
 from repairzoo.target import Target
-from repairzoo.train.data import Batch, Corpus, prefix, scouted, softmax_columns
+from repairzoo.train.data import Batch, Corpus, prefix, softmax_columns
 from repairzoo.train.losses import block_cross_entropy
 from repairzoo.train.recipe import Job, RunRecipe, read_section
 from repairzoo.train.teacher import Teacher, teacher
@@ -32,7 +31,6 @@ class DFlashObjective:
         gamma: slot decay of the loss. columns: sorted vocabulary ids of the training softmax, or None for all.
         dpace: a part of ``losses.dpace_weights`` to weigh slots by instead, or None.
         distill, teacher: share of the target's law in what is learned, and where it comes from.
-        scout: share of the anchors that lie where rounds of this draft would begin, see ``scouted``.
     """
 
     module: DFlash
@@ -42,7 +40,6 @@ class DFlashObjective:
     dpace: str | None = None
     distill: float = 0.0
     teacher: Teacher | None = None
-    scout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.distill and self.teacher is None:
@@ -50,8 +47,6 @@ class DFlashObjective:
 
     def terms(self, module: nn.Module, batch: Batch, progress: float) -> Terms:
         backbone = self.module
-        if self.scout:
-            batch = scouted(batch, self.scout, self._accepted, hops=1)
         hidden = module(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]  # [B, N, S, D]
         labels, mask = batch.labels(backbone.slots)
         true = None
@@ -62,17 +57,6 @@ class DFlashObjective:
             gamma=self.gamma, columns=self.columns, dpace=self.dpace, true=true, distill=self.distill,
         )  # fmt: skip
         return {"ce": loss}
-
-    @torch.no_grad()
-    def _accepted(self, batch: Batch) -> Tensor:
-        """``[B, N]`` int64: draft tokens that a round at each anchor would keep; -1 where there is no anchor."""
-        backbone, weight = self.module, self.output_weight
-        hidden = backbone.train_forward(batch.features, batch.input_ids, batch.anchors)[:, :, backbone.first_slot :]
-        labels, mask = batch.labels(backbone.slots)
-        weight = weight if self.columns is None else weight[self.columns]
-        choice = F.linear(hidden.to(weight.dtype), weight).argmax(-1)
-        choice = choice if self.columns is None else self.columns[choice]
-        return prefix((choice == labels) & mask).sum(-1).masked_fill(~mask[..., 0], -1)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -112,8 +96,6 @@ class ObjectiveSection:
         least_count: the softmax runs over ids that occur at least so often in training answers; null for all ids.
         text_from: train on the prompts' own text too, from this token on; null for answers only.
         distill: share of the target's law, 0 to 1, in what is learned: the paper learns the tokens alone (0).
-        scout: share of the anchors, 0 to 1, that are moved to where rounds would begin: decoding starts a block behind
-            what the draft did not know, and anchors at random places are easier than that.
     """
 
     gamma: float | None = 4.0
@@ -121,12 +103,10 @@ class ObjectiveSection:
     dpace: str | None = None
     text_from: int | None = None
     distill: float = 0.0
-    scout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("distill", "scout"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidInput(f"{name} is {getattr(self, name)}: give a share from 0 to 1")
+        if not 0 <= self.distill <= 1:
+            raise InvalidInput(f"distill is {self.distill}: give a share from 0 to 1")
         if self.dpace not in (None, "dpace", "confidence", "continuation"):
             raise InvalidInput(f"dpace is {self.dpace!r}: give dpace, confidence, continuation or null")
 
@@ -181,7 +161,7 @@ def plan(
     }
     trained = DFlashObjective(
         draft, target.output_weight, objective.gamma, columns, objective.dpace,
-        objective.distill, teacher(target) if objective.distill else None, objective.scout,
+        objective.distill, teacher(target) if objective.distill else None,
     )  # fmt: skip
     return Job(trained, corpus, save, facts)
 

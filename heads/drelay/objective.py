@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from repairzoo.errors import InvalidInput
 from repairzoo.target import Target
-from repairzoo.train.blocks import PoolBlocks, accepted_lengths, pool_blocks, prefixes, right, summed
+from repairzoo.train.blocks import PoolBlocks, pool_blocks, prefixes, right, summed
 from repairzoo.train.data import Batch, prefix, scouted
 from repairzoo.train.heads import OnBackbone, backbone_keys, freeze_at_zero, pool_job, target_keys
+from repairzoo.train.held import accepted
 from repairzoo.train.losses import decay_weights
 from repairzoo.train.recipe import Job, RunRecipe, read_section
 from repairzoo.train.trainer import Terms
@@ -75,7 +76,7 @@ class DRelayObjective:
     def terms(self, module: nn.Module, batch: Batch, progress: float) -> Terms:
         share = ramp(progress, *self.scout, self.until)
         if share > 0:
-            batch = scouted(batch, share, lambda hop: accepted_lengths(hop, *self.module(hop)))
+            batch = scouted(batch, share, self._accepted)
         blocks, scores = module(batch)
         found: Terms = {}
         if not self.control:
@@ -84,6 +85,10 @@ class DRelayObjective:
             weight = blocks.mask * decay_weights(scores.shape[1], self.gamma, scores.device)
             found["draft"] = (self.support * (blocks.entropy * weight).sum(), weight.sum())
         return found
+
+    def _accepted(self, batch: Batch) -> Tensor:
+        blocks, scores = self.module(batch)
+        return accepted(batch, right(blocks, scores), blocks.mask.bool())
 
     def _selection(self, blocks: PoolBlocks, scores: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         return loss_terms(

@@ -146,14 +146,6 @@ def right(blocks: PoolBlocks, scores: Tensor) -> Tensor:
     return blocks.pool.ids.gather(-1, scores.argmax(-1, keepdim=True))[..., 0] == blocks.labels
 
 
-def accepted_lengths(batch: Batch, blocks: PoolBlocks, scores: Tensor) -> Tensor:
-    """``[B, N]`` int64: slots of each anchor's block that a greedy walk has right before its first error; -1 where the
-    anchor's successor is not supervised, so that it has no block."""
-    kept = batch.labels(blocks.labels.shape[1])[1][..., 0]
-    length = prefix(right(blocks, scores) & blocks.mask.bool()).sum(-1)
-    return torch.full_like(batch.anchors, -1).masked_scatter(kept, length)
-
-
 def prefixes(blocks: PoolBlocks, scores: Tensor) -> dict[str, float]:
     """Diagnostics of a head's teacher-forced scores ``[N, S, K]``.
 

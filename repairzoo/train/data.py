@@ -84,7 +84,7 @@ def scouted(batch: Batch, share: float, accepted: Callable[[Batch], Tensor], hop
     true text; every place it comes to is an anchor. Where it runs past the end the uniform anchor stays.
 
     Args:
-        share: of the anchors of a text, from the last. accepted: batch -> ``[B, N]``, see :func:`accepted_lengths`.
+        share: of the anchors of a text, from the last. accepted: batch -> ``[B, N]``, see ``held.accepted``.
         hops: rounds that one scout makes; more scouts with fewer hops cost the same.
     """
     total = batch.anchors.shape[1]

@@ -34,15 +34,15 @@ def judged(judge: Judge, batches: list[Batch]) -> tuple[float, list[float]]:
 
 
 def accepted(batch: Batch, right: Tensor, valid: Tensor) -> Tensor:
-    """``[B, N]`` int64: slots that a greedy round at each anchor would keep; 0 where nothing is supervised.
+    """``[B, N]`` int64: slots that a greedy round at each anchor would keep; -1 where no slot is supervised.
 
     Args:
         right, valid: ``[R, S]`` bool, of all anchors or of those alone whose first slot is supervised.
     """
-    length = prefix(right & valid).sum(-1)
-    if len(length) == batch.anchors.numel():
-        return length.view_as(batch.anchors)
-    return torch.zeros_like(batch.anchors).masked_scatter(batch.labels(1)[1][..., 0], length)
+    supervised, length = batch.labels(1)[1][..., 0], prefix(right & valid).sum(-1)
+    if len(length) == supervised.numel():
+        return length.view_as(supervised).masked_fill(~supervised, -1)
+    return torch.full_like(batch.anchors, -1).masked_scatter(supervised, length)
 
 
 @torch.no_grad()
