@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,6 +165,19 @@ def require(plan: Plan, device: torch.device, free: int | None = None, held: int
             f"{plan}; {_size(free)} are free on {device}. Generate fewer rows at once, shorten the prompts, or lower "
             "max_new_tokens"
         )
+
+
+@contextmanager
+def fits() -> Iterator[None]:
+    """Raise ``DoesNotFit`` where the device itself refuses memory: a plan only estimates what comes and goes, and a
+    prompt is read in larger pieces than a round."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(
+            f"{str(error).partition('. ')[0]}. Generate fewer rows at once, shorten the prompts, or lower "
+            "max_new_tokens"
+        ) from error
 
 
 def available(device: torch.device) -> int | None:

@@ -455,6 +455,7 @@ def _ends(tokens: Tensor, eos: Tensor) -> Tensor:
     return (tokens[..., None] == eos).any(-1)
 
 
+@torch.inference_mode(False)  # buffers that are made inside it could not be written outside
 def new_state(engine: Engine, rows: int, capacity: int) -> State:
     """Buffers of ``rows`` rows that hold nothing yet."""
     target, device = engine.target, engine.target.device

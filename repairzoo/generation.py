@@ -6,12 +6,14 @@ import collections
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from repairzoo import capacity
 from repairzoo.decode import Engine, State, choose
 from repairzoo.errors import InvalidInput
 from repairzoo.graph import Graphs
@@ -441,7 +443,7 @@ def speculate(
         yield session
         return
     loop = loop or runner(engine, graphs)
-    try:
+    with capacity.fits(), closing(loop):
         session.commit_first(loop.start(request.prompts, budgets, request.seeds), budgets)
         session.clock.mark("prefill")
         yield session
@@ -459,8 +461,6 @@ def speculate(
                 yield session
         for late in launched:
             session.commit_round(late, budgets)
-    finally:
-        loop.close()
 
 
 def autoregress(target: Target, request: Request) -> Iterator[Session]:

@@ -62,6 +62,7 @@ class Arena:
     columns of the same caches.
     """
 
+    @torch.inference_mode(False)  # buffers that are made inside it could not be written outside
     def __init__(self, owner: Graphs, engine: Engine, rows: int, positions: int) -> None:
         capacity.require(capacity.plan(engine, rows, positions), engine.target.device)
         self.owner, self.backend, self.rows, self.positions = owner, owner.backend, rows, positions
@@ -73,28 +74,37 @@ class Arena:
         self.eos = torch.full((_EOS,), -1, dtype=torch.int64, device=engine.target.device)
         self.graphs: dict[Key, Graph] = {}
         self.views: dict[int, State] = {}
-        self.weights = _weights(engine)
+        self.made_of = self._made_of(engine)
         self.pool = self.backend.new_pool()
+        self.sound = True  # False while its buffers are of two sizes
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in leaves(self.state))
 
+    @torch.inference_mode(False)
     def set(self, engine: Engine, law: Law) -> None:
         """Make the buffers say what a request asks for."""
-        weights = _weights(engine)
-        if weights != self.weights or len(engine.eos) > len(self.eos):
+        made_of = self._made_of(engine)
+        if made_of != self.made_of or len(engine.eos) > len(self.eos):
             self._forget()
-            self.weights = weights
+            self.made_of = made_of
             self.eos = self.eos.new_empty(max(len(self.eos), row_bucket(len(engine.eos))))
         self.base = engine
-        self.state.length.fill_(1)  # nothing that lies behind a bound is left from the run before
+        for buffer in leaves(self.state):
+            buffer.zero_()  # a run whose numbers overflowed leaves NaN, and a mask doesn't hide that
+        self.state.length.fill_(1)
         self.law.set(law, engine.target.output_weight.shape[0])
         self.eos.fill_(-1)
         self.eos[: len(engine.eos)].copy_(engine.eos)
 
+    def _made_of(self, engine: Engine) -> tuple[Any, ...]:
+        """Changes when what was captured is stale: a weight was replaced or trained, or rounds have another form."""
+        form = (self.owner.sampled, engine.nodes, engine.pool, engine.kernels, engine.backbone.slots, engine.heads)
+        return (*form, *_weights(engine))
+
     def _forget(self) -> None:
-        self.pool = self.backend.new_pool()
+        self.pool = self.backend.new_pool(self.pool)
         self.graphs.clear()
         self.views.clear()
 
@@ -109,11 +119,13 @@ class Arena:
         law = self.law.only(filters).leading(rows)
         return replace(self.base, law=law, eos=self.eos, sampled=self.owner.sampled, trim=False)
 
+    @torch.inference_mode(False)
     def grow(self, engine: Engine, rows: int, positions: int) -> None:
         """Larger buffers with the same contents; rounds are captured anew. One tensor at a time."""
         rows, positions = max(rows, self.rows), max(positions, self.positions)
         capacity.require(capacity.plan(engine, rows, positions), engine.target.device, held=self.nbytes)
         self._forget()
+        self.sound = False
         target, meta = engine.target, torch.device("meta")
         shapes = [
             *leaves(target.new_cache(rows, positions, meta)),
@@ -139,7 +151,7 @@ class Arena:
                 assert old is not None and new is not None
                 new[: self.rows].copy_(old)
             self.law = law
-        self.rows, self.positions = rows, positions
+        self.rows, self.positions, self.sound = rows, positions, True
 
     def capture(self, rows: int, bounds: Sequence[int], filters: tuple[bool, bool, bool]) -> None:
         """Capture what is missing, the largest first: the smaller ones live in its memory."""
@@ -174,13 +186,15 @@ class Arena:
         state.done.fill_(True)  # warm-ups run, and must commit nothing
         try:
             replay, packed = self.backend.capture(make, list(leaves(static)), self.pool, str(key))
+        except BaseException:
+            self.pool = self.backend.new_pool(self.pool)  # torch may believe that it is still being captured into
+            raise
         finally:
             state.done.copy_(done)
         return Graph(replay, packed, shape[0], shape[1])
 
 
 def _weights(engine: Engine) -> tuple[tuple[int, int], ...]:
-    """Changes when a weight is replaced or trained: what was captured of it is then stale."""
     modules = [engine.target.model, engine.backbone, *engine.heads]
     tensors = [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()]
     return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in tensors)
@@ -221,28 +235,32 @@ class Graphs:
         if found.rows < rows or found.positions < positions:
             try:
                 found.grow(engine, rows, positions)
-            except Exception:
+            except BaseException:
                 self.release(found)
                 raise
         return found
 
     def release(self, arena: Arena) -> None:
-        with self._lock:
-            self.free.append(arena)
+        """Take buffers back; those that were left between two sizes are dropped."""
+        if arena.sound:
+            with self._lock:
+                self.free.append(arena)
 
     def warm_up(self, engine: Engine, rows: int, positions: int) -> None:
         """Capture every bucket up to ``rows`` rows and ``positions`` positions, the largest first."""
         assert isinstance(engine.law, Law)
         rows, positions = row_bucket(rows), position_bucket(positions + engine.slack, self.smallest)
-        arena = self.lease(engine, rows, positions)
-        try:
-            arena.set(engine, engine.law)
-            width = rows
-            while width:
-                arena.capture(width, position_buckets(1, positions, self.smallest), filters_of(engine.law))
-                width //= 2
-        finally:
-            self.release(arena)
+        buckets = position_buckets(1 + engine.slack, positions, self.smallest)
+        with capacity.fits():
+            arena = self.lease(engine, rows, positions)
+            try:
+                arena.set(engine, engine.law)
+                width = rows
+                while width:
+                    arena.capture(width, buckets, filters_of(engine.law))
+                    width //= 2
+            finally:
+                self.release(arena)
 
 
 def row_law(engine: Engine, rows: int, law: Law | None = None) -> RowLaw:

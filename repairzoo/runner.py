@@ -7,7 +7,8 @@ device never waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -56,10 +57,15 @@ class Runner(Protocol):
 
 
 class Eager:
-    """Rounds launched operation by operation, on buffers of their own."""
+    """Rounds launched operation by operation, on buffers of their own.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    Args:
+        smallest: take the bounds of captured rounds, buckets of this size and more, so that every product has the shape
+            that it has there and rounds alike; None: bounds as tight as pays.
+    """
+
+    def __init__(self, engine: Engine, smallest: int | None = None) -> None:
+        self.engine, self.smallest = engine, smallest
         self.lag = 1 if engine.target.device.type == "cuda" else 0
         self.rows: list[int] = []
         self.limits: list[int] = []
@@ -69,6 +75,7 @@ class Eager:
         engine = self.engine
         device = engine.target.device
         room = max(map(len, prompts)) + max(budgets) + engine.slack
+        room = room if self.smallest is None else position_bucket(room, self.smallest)
         capacity.require(capacity.plan(engine, len(prompts), room), device)
         if device.type == "cuda" and isinstance(engine.law, Law):
             # dividing by a number rounds otherwise than dividing by a tensor there, and graphs need tensors
@@ -79,23 +86,26 @@ class Eager:
         return _first(self.state)
 
     def end(self, ended: Sequence[bool]) -> None:
-        self.state.done |= torch.tensor([ended[row] for row in self.rows], device=self.state.done.device)
+        self.state.done |= _to_device([ended[row] for row in self.rows], self.state.done.device)
 
     def launch(self, lengths: Sequence[int], ended: Sequence[bool], ahead: int, mark: Mark) -> Launched:
         engine = self.engine
         bound = self._bound(lengths, ahead)
         if bound != self.bound and any(ended[row] for row in self.rows) and self._movable():
             kept = [at for at, row in enumerate(self.rows) if not ended[row]]
-            index = torch.tensor(kept, device=self.state.done.device)
+            index = _to_device(kept, self.state.done.device)
             replace_each(self.state, lambda x: x[index])
             self.rows = [self.rows[at] for at in kept]
             bound = self._bound(lengths, ahead)
         self.bound = bound
-        out = round(engine, self.state, bound, mark)
+        with _on(self.state.done.device):
+            out = round(engine, self.state, bound, mark)
         return Launched(self.rows, out.emitted.shape[1], out.repaired.shape[1], read_later(pack(out)))
 
     def _bound(self, lengths: Sequence[int], ahead: int) -> int:
         longest = max(min(lengths[row] + ahead * self.engine.slack, self.limits[row]) for row in self.rows)
+        if self.smallest is not None:
+            return position_bucket(longest + self.engine.slack, self.smallest)
         return min(-(-(longest + self.engine.slack) // _BOUND_STEP) * _BOUND_STEP, self.state.ids.shape[1])
 
     def _movable(self) -> bool:
@@ -122,6 +132,7 @@ class Static:
         self.rows: list[int] = []
         self.limits: list[int] = []
         self.width = self.bound = 0
+        self.latest: Callable[[], Any] | None = None
 
     def start(self, prompts: Sequence[Sequence[int]], budgets: Sequence[int], seeds: Sequence[int]) -> list[int]:
         engine = self.engine
@@ -157,9 +168,8 @@ class Static:
     def end(self, ended: Sequence[bool]) -> None:
         assert self.arena is not None
         padding = self.width - len(self.rows)
-        self.arena.view(self.width).done.logical_or_(
-            self._to_device([ended[row] for row in self.rows] + [True] * padding)
-        )
+        done = self.arena.view(self.width).done
+        done.logical_or_(_to_device([ended[row] for row in self.rows] + [True] * padding, done.device))
 
     def launch(self, lengths: Sequence[int], ended: Sequence[bool], ahead: int, mark: Mark) -> Launched:
         arena, open_rows = self.arena, [row for row in self.rows if not ended[row]]
@@ -177,7 +187,8 @@ class Static:
         graph = arena.graph(self.width, bound, self.filters)
         graph.replay()
         mark("launch")
-        return Launched(list(self.rows), graph.width, graph.nodes, graph.read())
+        self.latest = graph.read()
+        return Launched(list(self.rows), graph.width, graph.nodes, self.latest)
 
     def _bound(self, lengths: Sequence[int], ahead: int) -> int:
         slack = self.engine.slack
@@ -193,21 +204,34 @@ class Static:
             # far behind the bound, a window would leave a row nothing to look at, and its NaN would outlive it
             self.arena.view(width).length[len(keep) :].fill_(1)
         else:
-            index = self._to_device(at + at[:1] * padding)
-            done = self._to_device([False] * len(keep) + [True] * padding)
+            device = self.engine.target.device
+            index = _to_device(at + at[:1] * padding, device)
+            done = _to_device([False] * len(keep) + [True] * padding, device)
             for buffer in leaves(self.arena.view(self.width)):
                 buffer[:width].copy_(buffer.index_select(0, index))
             self.arena.view(width).done.logical_or_(done)
         self.rows, self.width = keep, width
 
-    def _to_device(self, values: list[Any]) -> Tensor:
-        tensor, device = torch.tensor(values), self.engine.target.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
     def close(self) -> None:
-        if self.arena is not None:
-            self.graphs.release(self.arena)
-            self.arena = None
+        if self.arena is None:
+            return
+        arena, self.arena = self.arena, None
+        try:
+            if self.latest is not None:
+                self.latest()  # a run that is given up has a round on its way, and the next may use another stream
+        finally:
+            self.graphs.release(arena)
+
+
+def _to_device(values: list[Any], device: torch.device) -> Tensor:
+    """Without a wait for the device."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Fused kernels run on the current device, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _first(state: State) -> list[int]:

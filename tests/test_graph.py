@@ -20,8 +20,10 @@ from repairzoo import capacity, decode
 from repairzoo.capacity import position_bucket, position_buckets, row_bucket
 from repairzoo.capture import Recorder
 from repairzoo.errors import CaptureFailed, DoesNotFit, InvalidInput
-from repairzoo.graph import Arena, Graphs
+from repairzoo.generation import finish, speculate
+from repairzoo.graph import Arena, Graph, Graphs
 from repairzoo.row_law import RowLaw, filters_of
+from repairzoo.runner import Eager
 from repairzoo.sampling import Law
 from repairzoo.target import Target
 
@@ -161,6 +163,75 @@ def test_abandoned_run_gives_its_buffers_back():
     gc.collect()
     assert len(zoo.graphs.free) == 1
     same(zoo, prompts(1, [4]), max_new_tokens=9)
+
+
+def test_an_abandoned_run_is_over_before_its_buffers_are_free(monkeypatch):
+    """Its last round may still be on its way, and the next run on another stream."""
+    zoo = recorded(noisy(1, S))
+    events = []
+    read, release = Graph.read, Graphs.release
+    monkeypatch.setattr(Graph, "read", lambda self: (wait := read(self)) and (lambda: events.append("waits") or wait()))
+    monkeypatch.setattr(Graphs, "release", lambda self, arena: events.append("free") or release(self, arena))
+    run = zoo._run(zoo._request(prompts(1, [4]), None, None, {"max_new_tokens": 15}))
+    next(run), next(run)  # the prompt; one round of two that were launched
+    events.clear()
+    run.close()
+    assert events == ["waits", "free"]
+
+
+def test_runs_in_inference_mode_share_buffers_with_runs_outside():
+    zoo = recorded(backbone_for("dflash", target_of(), 1), dels(target_of(), 1), smallest=16, ahead=4)
+    rows = prompts(1, [4, 3])
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            same(zoo, rows, max_new_tokens=14)
+    stream = zoo.stream(rows[0], max_new_tokens=6)
+    with torch.inference_mode():
+        first = next(stream)
+    assert first + "".join(stream) == eager(zoo).generate(rows[0], max_new_tokens=6).text[0]
+    alone = eager(zoo).stream(rows[0], max_new_tokens=6)
+    with torch.inference_mode():
+        first = next(alone)
+    assert first + "".join(alone) == zoo.generate(rows[0], max_new_tokens=6).text[0]
+
+
+def test_numbers_that_overflowed_end_with_their_run():
+    """What is hidden must be finite: nothing times NaN is NaN, and half precision overflows."""
+    zoo = recorded(backbone_for("dflash", target_of(), 1))
+    same(zoo, prompts(1, [20]), max_new_tokens=4)
+    (arena,) = zoo.graphs.free
+    for buffer in capacity.leaves((arena.state.kv, arena.state.context)):
+        buffer.fill_(torch.nan)
+    same(zoo, prompts(2, [5]), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("when", ["between runs", "in the middle of an answer"])
+@pytest.mark.parametrize("why", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_buffers_that_stopped_growing_half_way_are_dropped(monkeypatch, when, why):
+    zoo = recorded(noisy(2, S), smallest=16, ahead=4)
+    if when == "between runs":
+        same(zoo, prompts(1, [4]), max_new_tokens=3)
+    zeros, calls = torch.zeros, []
+
+    def failing(*args, **options):
+        if str(options.get("device")) != "meta":
+            calls.append(args)
+        if len(calls) == 4:  # some buffers are of the new size by then
+            raise why
+        return zeros(*args, **options)
+
+    grow = Arena.grow
+
+    def growing(self, *args):
+        monkeypatch.setattr(torch, "zeros", failing)
+        return grow(self, *args)
+
+    monkeypatch.setattr(Arena, "grow", growing)
+    with pytest.raises(DoesNotFit if why is torch.OutOfMemoryError else why):
+        zoo.generate(prompts(1, [4]), max_new_tokens=30)
+    monkeypatch.undo()
+    assert len(calls) == 4 and not zoo.graphs.free
+    same(zoo, prompts(1, [4]), max_new_tokens=20)
 
 
 # --- rows that end ---------------------------------------------------------------------------------------------------
@@ -310,6 +381,33 @@ def test_trained_weights_are_captured_anew():
     with torch.no_grad():
         zoo.heads[0].up.mul_(-1)
     assert same(zoo, prompts(1, [4]), max_new_tokens=20).stats.repaired != first.stats.repaired
+
+
+def test_rounds_of_another_form_are_captured_anew():
+    """A tree that was asked for later, or another budget of one, is no graph of a chain."""
+    zoo = recorded(noisy(1, S))
+    for zoo.nodes in (None, 6, 2):
+        out = same(zoo, prompts(1, [4]), max_new_tokens=9)
+        assert out.stats.drafted[0] == len(out.stats.accepted[0]) * (zoo.nodes or S)
+
+
+def test_eager_rounds_take_the_bounds_of_captured_ones_where_asked(monkeypatch):
+    """What compares both to the last bit must multiply the same shapes."""
+    zoo, bounds = recorded(noisy(1, S)), []
+    original = decode.round
+
+    def seeing(engine, state, bound, *rest):
+        bounds.append((bound, state.ids.shape[1]))
+        return original(engine, state, bound, *rest)
+
+    monkeypatch.setattr("repairzoo.runner.round", seeing)
+    request = zoo._request(prompts(1, [50]), None, None, {"max_new_tokens": 30})
+    engine = zoo.engine(request)
+    out = finish(speculate(engine, request, loop=Eager(engine, 64)))
+    assert out.token_ids == zoo.generate(prompts(1, [50]), max_new_tokens=30).token_ids
+    assert set(bounds) == {(64, 96), (96, 96)}
+    (arena,) = zoo.graphs.free
+    assert {key.bound for key in arena.graphs} == {64, 96}
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
