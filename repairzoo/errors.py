@@ -29,7 +29,7 @@ class UnsupportedTarget(RepairZooError, NotImplementedError):
 
 
 class DoesNotFit(RepairZooError, MemoryError):
-    """A run that needs more memory than the device has left; raised before anything is allocated."""
+    """A run that needs more memory than the device has left; where the plan shows it, before anything is allocated."""
 
 
 class CaptureFailed(RepairZooError, RuntimeError):

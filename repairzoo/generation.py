@@ -470,32 +470,33 @@ def autoregress(target: Target, request: Request) -> Iterator[Session]:
     if not session.begin(budgets):
         yield session
         return
-    device, batch = target.device, len(request.prompts)
-    lengths = torch.tensor([len(p) for p in request.prompts], device=device)
-    width = int(lengths.max())
-    capacity = width + max(budgets) + 1
-    prompt = torch.zeros(batch, width, dtype=torch.int64, device=device)
-    for row, ids in enumerate(request.prompts):
-        prompt[row, : len(ids)] = torch.tensor(ids, device=device)
-    cache = target.new_cache(batch, capacity)
-    seed = torch.tensor(request.seeds, device=device)
-    columns = torch.arange(capacity, device=device)
-    logits, _ = target.prefill(prompt, lengths, cache)
-    token = _next_token(session, logits, seed, lengths)
-    session.commit_first(token.tolist(), budgets)
-    session.clock.mark("prefill")
-    yield session
-    position, longest = lengths[:, None].clone(), width + 1
-    while session.open:
-        bound = min(_round_up(longest, _BOUND_STEP), capacity)
-        mask = (columns[:bound] <= position)[:, None]  # [B, 1, bound]
-        hidden, _ = target.forward(token[:, None], position, position, mask, cache)
-        token = _next_token(session, target.logits(hidden[:, 0]), seed, position[:, 0] + 1)
-        session.commit_tokens(token.tolist(), budgets)
-        position = (position + 1).clamp_max(capacity - 1)  # rows that are done may stay behind the others' end
-        longest += 1
-        session.clock.mark("step")
+    with capacity.fits():
+        device, batch = target.device, len(request.prompts)
+        lengths = torch.tensor([len(p) for p in request.prompts], device=device)
+        width = int(lengths.max())
+        room = width + max(budgets) + 1
+        prompt = torch.zeros(batch, width, dtype=torch.int64, device=device)
+        for row, ids in enumerate(request.prompts):
+            prompt[row, : len(ids)] = torch.tensor(ids, device=device)
+        cache = target.new_cache(batch, room)
+        seed = torch.tensor(request.seeds, device=device)
+        columns = torch.arange(room, device=device)
+        logits, _ = target.prefill(prompt, lengths, cache)
+        token = _next_token(session, logits, seed, lengths)
+        session.commit_first(token.tolist(), budgets)
+        session.clock.mark("prefill")
         yield session
+        position, longest = lengths[:, None].clone(), width + 1
+        while session.open:
+            bound = min(_round_up(longest, _BOUND_STEP), room)
+            mask = (columns[:bound] <= position)[:, None]  # [B, 1, bound]
+            hidden, _ = target.forward(token[:, None], position, position, mask, cache)
+            token = _next_token(session, target.logits(hidden[:, 0]), seed, position[:, 0] + 1)
+            session.commit_tokens(token.tolist(), budgets)
+            position = (position + 1).clamp_max(room - 1)  # rows that are done may stay behind the others' end
+            longest += 1
+            session.clock.mark("step")
+            yield session
 
 
 def _next_token(session: Session, logits: Tensor, seed: Tensor, position: Tensor) -> Tensor:

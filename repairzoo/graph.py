@@ -195,8 +195,9 @@ class Arena:
 
 
 def _weights(engine: Engine) -> tuple[tuple[int, int], ...]:
-    modules = [engine.target.model, engine.backbone, *engine.heads]
-    tensors = [p for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()]
+    modules = [m for m in (engine.target.model, engine.backbone, *engine.heads) if isinstance(m, torch.nn.Module)]
+    tensors = [p for m in modules for p in m.parameters()]
+    tensors += [x for m in modules for x in vars(m).values() if isinstance(x, Tensor)]  # a backbone's calibration
     return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in tensors)
 
 

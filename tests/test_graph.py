@@ -391,6 +391,17 @@ def test_rounds_of_another_form_are_captured_anew():
         assert out.stats.drafted[0] == len(out.stats.accepted[0]) * (zoo.nodes or S)
 
 
+def test_a_calibration_after_the_capture_is_followed():
+    """The temperatures of confidences are no parameter, and a captured round divides by the old ones."""
+    zoo = recorded(backbone_for("dspark", target_of(), 1))
+    zoo.backbone.confidence_threshold = 0.99
+    before = same(zoo, prompts(1, [4]), max_new_tokens=9)
+    zoo.backbone.calibrate([1e-3] * zoo.backbone.slots)  # all or nothing
+    hot = same(zoo, prompts(1, [4]), max_new_tokens=9)
+    zoo.backbone.calibrate(None)
+    assert same(zoo, prompts(1, [4]), max_new_tokens=9).stats.drafted == before.stats.drafted != hot.stats.drafted
+
+
 def test_eager_rounds_take_the_bounds_of_captured_ones_where_asked(monkeypatch):
     """What compares both to the last bit must multiply the same shapes."""
     zoo, bounds = recorded(noisy(1, S)), []
